@@ -1,0 +1,55 @@
+# Everything starts here; `make` alone prints this file's targets. Each target first makes .venv where it is missing,
+# unfinished, moved or older than the lock. PYTHON=... picks the interpreter for that (default: the newest fitting one).
+EXPERIMENT ?= default
+LAUNCHER ?= basic
+ARGS ?=
+export PYTHON
+
+python := .venv/bin/python
+ready := .venv/ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup sweep stop ui report test test-browser lint lock moved
+
+help:  ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s%s\n", $$1, $$2}' Makefile
+	@echo "  options: EXPERIMENT=<file in conf/experiment>  LAUNCHER=basic  ARGS=\"more overrides\"  PYTHON=/path/to/python"
+
+setup: $(ready)  ## make the environment in .venv (every other target does it too)
+
+sweep: $(ready)  ## run an experiment and put it into MLflow; the same command again resumes it
+	@$(python) -m pipeline -m experiment=$(EXPERIMENT) hydra/launcher=$(LAUNCHER) $(ARGS)
+
+ui: $(ready)  ## start the local MLflow server, or find it running, and print its address
+	@$(python) -m pipeline.tracking start
+
+stop: $(ready)  ## stop the local MLflow server
+	@$(python) -m pipeline.tracking stop
+
+report: $(ready)  ## print the last sweep's table again (ARGS="--experiment NAME")
+	@$(python) -m pipeline.report $(ARGS)
+
+test: $(ready)  ## run the tests (ARGS="-k name")
+	@$(python) -m pytest -q -m "not browser" $(ARGS)
+
+test-browser: $(ready)  ## look at the MLflow UI through a headless chromium
+	@command -v chromium >/dev/null || \
+		{ echo "test-browser: expected Debian's chromium, found none. Install it: apt-get install chromium" >&2; exit 2; }
+	@$(python) -m pytest -q -m browser $(ARGS)
+
+lint: $(ready)  ## ruff (rules and format) and mypy
+	@$(python) -m ruff check .
+	@$(python) -m ruff format --check .
+	@$(python) -m mypy
+
+lock: $(ready)  ## resolve pyproject.toml again into requirements.lock
+	@.venv/bin/uv pip compile pyproject.toml --quiet --all-extras --universal --python-version 3.11 --generate-hashes \
+		--no-emit-index-url --no-emit-find-links --no-header --output-file requirements.lock $(ARGS)
+
+$(ready): requirements.lock $(wildcard environment/*.*)
+	@bash environment/setup.sh
+
+# The stamp holds the folder that the environment was made in; its scripts do not work from another one.
+ifneq ($(shell cat $(ready) 2>/dev/null),$(CURDIR))
+$(ready): moved
+endif
