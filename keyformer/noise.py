@@ -1,0 +1,58 @@
+"""Gumbel noise as a pure function of integers, and the temperature schedule.
+
+No state and no global random generator: the noise of a row depends on (seed, layer, head, position[, query]) alone,
+so it does not change with chunk sizes, batch rows or a resumed run. 32-bit integer arithmetic only, so that a GPU
+kernel computes the same integers.
+"""
+
+import mlx.core as mx
+
+_LAYER, _HEAD, _POSITION, _QUERY = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
+_MASK = 0xFFFFFFFF
+
+
+def _mix(h: mx.array) -> mx.array:
+    """MurmurHash3's 32-bit finaliser: a bijection in which every input bit reaches every output bit."""
+    h = (h ^ (h >> 16)) * mx.array(0x85EBCA6B, mx.uint32)
+    h = (h ^ (h >> 13)) * mx.array(0xC2B2AE35, mx.uint32)
+    return h ^ (h >> 16)
+
+
+def _stream(seed: int, layer: int, heads: mx.array) -> mx.array:
+    """One well-mixed uint32 per head. A seed of more than 32 bits is folded in word by word."""
+    h = mx.array(0, mx.uint32)
+    for word in (seed & _MASK, (seed >> 32) & _MASK, (layer + 1) * _LAYER & _MASK):
+        h = _mix(h + mx.array(word, mx.uint32) + mx.array(1, mx.uint32))
+    return _mix(h + heads.astype(mx.uint32) * mx.array(_HEAD, mx.uint32))
+
+
+def uniform(seed: int, layer: int, heads: mx.array, positions: mx.array, queries: mx.array | None = None) -> mx.array:
+    """Uniform numbers strictly inside (0, 1), float32: one per broadcast element of heads, positions and queries.
+
+    Args:
+        seed: any integer in [0, 2**64).
+        layer: index of the model's layer.
+        heads, positions, queries: integer arrays that broadcast together; `queries` (the position of the asking query)
+            makes the noise redrawn per (query, row) instead of frozen per row.
+    """
+    stream = _stream(seed, layer, heads)
+    h = _mix(stream + positions.astype(mx.uint32) * mx.array(_POSITION, mx.uint32))
+    if queries is not None:
+        h = _mix(h + _mix(stream ^ (queries.astype(mx.uint32) * mx.array(_QUERY, mx.uint32) + 1)))
+    else:
+        # the stream comes in a second time: so far, any stream is any other one shifted by some number of positions
+        h = _mix(h + _mix(stream ^ mx.array(_QUERY, mx.uint32)))
+    # 23 bits and a half: the largest value, 1 - 2**-24, is exact in float32, so no logarithm below meets 0 or 1
+    return ((h >> 9).astype(mx.float32) + 0.5) * (2.0**-23)
+
+
+def gumbel(seed: int, layer: int, heads: mx.array, positions: mx.array, queries: mx.array | None = None) -> mx.array:
+    """Standard Gumbel noise -log(-log(u)), float32: mean 0.5772, standard deviation 1.2825; arguments of `uniform`."""
+    return -mx.log(-mx.log(uniform(seed, layer, heads, positions, queries)))
+
+
+def temperature(step: int, tau_init: float, tau_end: float, anneal_steps: int) -> float:
+    """tau_init + min(step, T) * (tau_end - tau_init) / T, T = anneal_steps (Keyformer, eq. 10); tau_init if T = 0."""
+    if anneal_steps == 0:
+        return tau_init
+    return tau_init + min(step, anneal_steps) * (tau_end - tau_init) / anneal_steps
