@@ -1,0 +1,321 @@
+"""Run a job or a sweep: `python -m pipeline [-m] [overrides]`.
+
+Hydra composes the configuration and launches the jobs; this driver stands between: it validates every job before
+anything exists, drops jobs that differ only in axes that cannot matter, skips what is finished, and closes the sweep
+whatever happens.
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from .errors import BadInput
+
+_CONF = Path(__file__).parent.parent / "conf"
+_LEAST_FREE_BYTES = 200 * 2**20
+
+
+@dataclass
+class _Job:
+    overrides: list[str]
+    cfg: DictConfig
+    data: str = ""
+    key: str = ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 all jobs done; 1 a job failed; 2 bad input, nothing started; 130 interrupted."""
+    args = _parser().parse_intermixed_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        with _composer():
+            master, jobs = _compose(args.overrides, args.multirun)
+            if args.cfg:
+                print("---\n".join(OmegaConf.to_yaml(job.cfg, resolve=True) for job in jobs), end="")
+                return 0
+            return _sweep(master, jobs, args.dry_run)
+    except (BadInput, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {_short(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    groups = {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in sorted(_CONF.iterdir()) if p.is_dir()}
+    listing = "\n".join(f"  {name}={' | '.join(choices)}" for name, choices in groups.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline",
+        description="Generate with a budgeted KV cache, score with lm-eval, track in MLflow: one job, or a sweep (-m).",
+        epilog=f"""groups (folder = choice, file = option; conf/<group>/<choice>.yaml):
+{listing}
+
+options of conf/config.yaml and of the chosen files are overridden as name=value, e.g.
+  python -m pipeline policy=h2o budget=0.1 task=fact task.tokens=1024
+  python -m pipeline -m policy=full,h2o,keyformer budget=64,128,256 seed=0,1 task=niah
+  python -m pipeline -m experiment=default           what `make sweep` runs
+  python -m pipeline job=outputs/jobs/<key> stages=[score,publish]
+                                                     scores a finished job's folder again, without the model
+the same command again goes on with what is missing.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides: group=choice or option=value")
+    parser.add_argument(
+        "-m", "--multirun", action="store_true", help="sweep over every combination of comma-separated values"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="validate and list the jobs, run nothing")
+    parser.add_argument("--cfg", action="store_true", help="print the composed configuration of every job and exit")
+    return parser
+
+
+def _short(error: Exception) -> str:
+    """Hydra's message without its stack of causes."""
+    return "\n".join(line for line in str(error).splitlines() if line.strip()) or type(error).__name__
+
+
+# -- composing --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _composer() -> Iterator[None]:
+    with initialize_config_dir(str(_CONF), version_base="1.3", job_name="pipeline"):
+        yield
+
+
+def _compose(overrides: list[str], multirun: bool) -> tuple[DictConfig, list[_Job]]:
+    """The master configuration and every distinct job of the grid, validated."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.types import RunMode
+
+    from .run import validate, without_idle_axes
+
+    loader = GlobalHydra.instance().config_loader()
+    mode = RunMode.MULTIRUN if multirun else RunMode.RUN
+    master = loader.load_configuration("config", overrides, run_mode=mode)
+    params = [f"{k}={v}" for k, v in (master.hydra.sweeper.params or {}).items()] if multirun else []
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides([*params, *master.hydra.overrides.task])
+    if master.job is not None:
+        return master, [_stored_job(master)]
+    jobs: dict[str, _Job] = {}
+    for chosen in BasicSweeper.split_arguments(parsed, None)[0]:
+        cfg = loader.load_sweep_config(master, list(chosen))
+        with open_dict(cfg):
+            del cfg["hydra"]
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        if missing:
+            raise BadInput(f"{', '.join(missing)}: expected a value, got none; give it as {missing[0]}=...")
+        validate(cfg)
+        idle = without_idle_axes(cfg)
+        for name, value in idle.items():
+            cfg[name] = value
+        key = json.dumps(OmegaConf.to_container(cfg, resolve=True), sort_keys=True)
+        jobs.setdefault(key, _Job([*chosen, *(f"{name}=null" for name in idle)], cfg))
+    return master, list(jobs.values())
+
+
+def _stored_job(master: DictConfig) -> _Job:
+    """The job in the folder `job`, as it was run, with the stages that are asked for now."""
+    folder = Path(master.job)
+    if "load" in master.stages or "generate" in master.stages:
+        raise BadInput(
+            f"job: expected stages of a finished job, e.g. stages=[score,publish], got {list(master.stages)}."
+        )
+    try:
+        about = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+        cfg = OmegaConf.load(folder / "config.yaml")
+        assert isinstance(cfg, DictConfig)
+        cfg.stages, cfg.tracking, cfg.job = master.stages, master.tracking, str(folder)
+        return _Job([], cfg, about["data"]["hash"], about["key"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"job: expected the folder of a job (outputs/jobs/<key>), got {folder}: {error}") from error
+
+
+# -- a sweep ----------------------------------------------------------------------------------------------------------
+
+
+def _prepare(jobs: list[_Job]) -> None:
+    """Models and data of all jobs, once each; every job gets its key. BadInput if some job cannot work."""
+    from . import models
+    from .load import load, read_requests
+    from .run import job_key, language_model
+
+    outputs = Path(jobs[0].cfg.outputs)
+    _check_space(outputs)
+    folders: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
+    for job in jobs:
+        which = json.dumps(OmegaConf.to_container(job.cfg.model, resolve=True), sort_keys=True)
+        if which not in folders:
+            folder = models.resolve(job.cfg.model, outputs / "models")
+            folders[which] = folder, models.load_tokenizer(folder)
+        folder, tokenizer = folders[which]
+        what = which + json.dumps(OmegaConf.to_container(job.cfg.task, resolve=True), sort_keys=True)
+        if what not in loaded:
+            data = load(job.cfg.task, tokenizer, folder.context, outputs / "data")
+            loaded[what] = data, read_requests(data.path / "requests.jsonl")[0]
+        data, first = loaded[what]
+        language_model(job.cfg, folder, None, tokenizer).check(first)
+        job.data = data.hash
+        job.key = job_key(job.cfg, folder, data.hash)
+
+
+def _check_space(outputs: Path) -> None:
+    outputs = outputs.absolute()
+    existing = next(p for p in (outputs, *outputs.parents) if p.exists())
+    if not os.access(existing, os.W_OK) or not existing.is_dir():
+        raise BadInput(
+            f"outputs: expected a folder that can be written, got {outputs}; choose another with outputs=<folder>."
+        )
+    free = shutil.disk_usage(existing).free
+    if free < _LEAST_FREE_BYTES:
+        raise BadInput(
+            f"outputs: expected at least {_LEAST_FREE_BYTES >> 20} MB of free disk at {existing}, got {free >> 20} MB; "
+            "free some space or choose another disk with outputs=<folder>."
+        )
+
+
+def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
+    from . import tracking
+    from .run import console, job_name
+
+    cfg = jobs[0].cfg
+    outputs = Path(cfg.outputs)
+    if cfg.job is None:
+        _prepare(jobs)
+    if list(cfg.stages) == ["load"]:
+        console.print(f"requests of {len(jobs)} jobs are in {outputs / 'data'}")
+        return 0
+    if "generate" not in cfg.stages:
+        _check_generated(jobs, outputs)
+    sweep_key = hashlib.sha256(json.dumps([cfg.experiment_name, *sorted(j.key for j in jobs)]).encode()).hexdigest()[
+        :16
+    ]
+    if dry_run:
+        for job in jobs:
+            done = "done " if (outputs / "jobs" / job.key / "published.json").is_file() else "to do"
+            print(f"{job.key}  {done}  {job_name(job.cfg)}")
+        print(f"{len(jobs)} jobs; nothing was run (--dry-run)")
+        return 0
+    sweep, left = None, jobs
+    if "publish" in cfg.stages:
+        try:
+            uri = tracking.resolve_uri(cfg.tracking, outputs)
+            sweep = tracking.open_sweep(
+                uri, cfg.experiment_name, sweep_key, {"jobs": len(jobs), "overrides": str(master.hydra.overrides.task)}
+            )
+            if "generate" in cfg.stages:
+                finished = tracking.finished(sweep, [j.key for j in jobs])
+                left = [j for j in jobs if j.key not in finished]
+        except tracking.TrackingUnreachable as error:
+            console.print(f"[yellow]warning[/]: {error}")
+    skipped = len(jobs) - len(left)
+    console.print(
+        f"{len(jobs)} jobs in experiment {cfg.experiment_name}" + (f", {skipped} already finished" if skipped else "")
+    )
+    status, failed = "KILLED", 0
+    try:
+        failed = _launch(master, left, cfg.experiment_name, sweep_key, sweep)
+        status = "FAILED" if failed else "FINISHED"
+    finally:
+        if sweep is not None:
+            _close(sweep, outputs, status)
+    if sweep is None:
+        console.print(
+            f"results are in {outputs / 'jobs'}; publish them later with `python -m pipeline.tracking publish`"
+        )
+    return 1 if failed else 0
+
+
+def _check_generated(jobs: list[_Job], outputs: Path) -> None:
+    """BadInput unless every job has all its responses."""
+    from .generate import unanswered
+
+    for job in jobs:
+        folder = outputs / "jobs" / job.key
+        missing = unanswered(outputs / "data" / job.data / "requests.jsonl", folder / "responses.jsonl")
+        if missing:
+            raise BadInput(
+                f"stages: expected finished responses in {folder}, {missing} are missing; run the same "
+                "command with the stage generate first."
+            )
+
+
+def _launch(master: DictConfig, jobs: list[_Job], experiment: str, sweep_key: str, sweep: Any) -> int:
+    """Hand the jobs to Hydra's launcher; returns how many failed."""
+    from hydra._internal.callbacks import Callbacks
+    from hydra.core.plugins import Plugins
+    from hydra.core.utils import JobStatus
+    from hydra.types import HydraContext
+
+    from .run import StopSweep, run_job
+
+    if not jobs:
+        return 0
+    context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks(master))
+    launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=run_job, config=master)
+    shared: dict[str, Any] = {"key": sweep_key, "total": len(jobs), "started": time.time(), "uri": None, "run_id": None}
+    if sweep is not None:
+        shared |= {"uri": sweep.uri, "experiment_id": sweep.experiment_id, "run_id": sweep.run_id}
+    if jobs[0].cfg.job is not None:
+        cfg = OmegaConf.merge(jobs[0].cfg, {"sweep": shared | {"job": jobs[0].key, "data": jobs[0].data, "index": 0}})
+        assert isinstance(cfg, DictConfig)
+        run_job(cfg)
+        return 0
+    overrides = []
+    for index, job in enumerate(jobs):
+        one = shared | {"job": job.key, "data": job.data, "index": index}
+        overrides.append([*job.overrides, *(f"+sweep.{name}={_quoted(value)}" for name, value in one.items())])
+    try:
+        returns = launcher.launch(overrides, initial_job_idx=0)
+    except StopSweep as stop:
+        raise BadInput(str(stop)) from stop
+    return sum(r.status != JobStatus.COMPLETED for r in returns)
+
+
+def _quoted(value: Any) -> str:
+    """A value in Hydra's override grammar; strings quoted, so that a key of digits stays a string."""
+    if value is None:
+        return "null"
+    return f"'{value}'" if isinstance(value, str) else repr(value)
+
+
+def _close(sweep: Any, outputs: Path, status: str) -> None:
+    """Close the parent run and show the results; a dead tracking server costs only the report."""
+    from . import tracking
+    from .report import report
+    from .run import console
+
+    try:
+        shown = report(sweep, outputs / "reports" / sweep.sweep_key)
+        tracking.close_sweep(sweep, status, shown.files)
+    except tracking.TrackingUnreachable as error:
+        console.print(f"[yellow]warning[/]: {error}")
+        return
+    console.print(shown.table)
+    for path in shown.files:
+        if path.suffix == ".png":
+            console.print(f"figure  {os.path.relpath(path)}")
+    console.print(f"runs    {shown.link}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,326 @@
+"""One job: its stages in order, in a folder of its own and inside one tracked run."""
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from keyformer import Policy, make_policy
+
+from . import models, tracking
+from .errors import BadInput
+from .generate import generate, unanswered
+from .language_model import KeyformerLM
+from .load import load, read_requests
+from .prefill import PrefillStore
+from .score import score
+
+STAGES = ("load", "generate", "score", "publish")
+_VOLATILE = ("outputs", "tracking", "stages", "experiment_name", "experiment", "sweep", "job")
+_ROOT = Path(__file__).parent.parent
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 150)
+
+
+class StopSweep(BaseException):
+    """No further job can succeed either (a full disk, say). Not an Exception, so that no launcher swallows it."""
+
+
+# -- what a job is ----------------------------------------------------------------------------------------------------
+
+
+def validate(cfg: DictConfig) -> Policy:
+    """The job's policy, or BadInput for a value that cannot work. Nothing is written."""
+    unknown = [s for s in cfg.stages if s not in STAGES]
+    if unknown or not cfg.stages:
+        raise BadInput(f"stages: expected some of {', '.join(STAGES)}, got {list(cfg.stages)}.")
+    if cfg.prefill not in ("full", "chunked"):
+        raise BadInput(f"prefill: expected 'full' or 'chunked', got {cfg.prefill!r}.")
+    for name, least in (("prefill_step_size", 1), ("batch_size", 1), ("share_prefill_gb", 0)):
+        value = cfg.generate[name]
+        whole = isinstance(value, int) or (name == "share_prefill_gb" and isinstance(value, float))
+        if isinstance(value, bool) or not whole or value < least:
+            raise BadInput(f"generate.{name}: expected a number of at least {least}, got {value!r}.")
+    seed = cfg.seed
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise BadInput(f"seed: expected a whole number of at least 0, got {seed!r}.")
+    choices = OmegaConf.to_container(cfg.policy, resolve=True)
+    assert isinstance(choices, dict)
+    try:
+        policy = make_policy(**{**{str(k): v for k, v in choices.items()}, "seed": seed or 0})
+        if policy.evicts:
+            budget = cfg.budget
+            if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+                raise ValueError(f"budget: expected a fraction in (0, 1] or a whole number of rows, got {budget!r}.")
+            if isinstance(budget, float):
+                policy.budget_rows(budget, 1)
+            else:
+                policy.check_budget(budget)
+    except (ValueError, TypeError) as error:
+        raise BadInput(str(error)) from error
+    return policy
+
+
+def without_idle_axes(cfg: DictConfig) -> dict[str, None]:
+    """Axes that cannot change this job's result, to be set to null: the budget of `full`, the seed of a policy
+    without noise.
+    """
+    policy = validate(cfg)
+    idle: dict[str, None] = {}
+    if not policy.evicts:
+        idle["budget"] = None
+    if policy.noise == "none":
+        idle["seed"] = None
+    return idle
+
+
+def job_name(cfg: DictConfig) -> str:
+    """<policy>-<budget>-s<seed>-<task>, axes without meaning left out."""
+    budget = f"{cfg.budget * 100:g}pct" if isinstance(cfg.budget, float) else cfg.budget
+    parts = [cfg.policy.name, budget, None if cfg.seed is None else f"s{cfg.seed}", cfg.task.name]
+    return "-".join(str(p) for p in parts if p is not None)
+
+
+def job_key(cfg: DictConfig, model: models.ModelFolder, data_hash: str) -> str:
+    """What makes a job the same job: configuration, data, weights, back-end, library versions and our own code."""
+    config = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(config, dict)
+    kept = {k: v for k, v in config.items() if k not in _VOLATILE}
+    kept["generate"] = {k: v for k, v in kept["generate"].items() if k != "share_prefill_gb"}
+    kept["model"] = {"name": cfg.model.name, "revision": model.revision, "dtype": model.dtype, "backend": model.backend}
+    kept |= {"data": data_hash, "code": code_hash(), "versions": _versions("mlx", "mlx-lm", "lm-eval")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@lru_cache
+def code_hash() -> str:
+    """sha256 over the Python files of keyformer/ and pipeline/; conf/ is already in the resolved configuration."""
+    digest = hashlib.sha256()
+    for path in sorted(p for package in ("keyformer", "pipeline") for p in (_ROOT / package).rglob("*.py")):
+        digest.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def language_model(cfg: DictConfig, folder: models.ModelFolder, model: Any, tokenizer: Any) -> KeyformerLM:
+    """The job's lm-eval model; `model` None checks requests without weights."""
+    outputs = Path(cfg.outputs)
+    limit = int(cfg.generate.share_prefill_gb * 2**30)
+    identity = f"{folder.revision} {folder.dtype} {folder.backend} {code_hash()}"
+    return KeyformerLM(
+        model,
+        tokenizer,
+        validate(cfg),
+        1.0 if cfg.budget is None else cfg.budget,
+        context=folder.context,
+        prefill=cfg.prefill,
+        prefill_step_size=cfg.generate.prefill_step_size,
+        batch_size=cfg.generate.batch_size,
+        store=PrefillStore(outputs / "prefill", identity, cfg.generate.prefill_step_size, limit) if limit else None,
+        query_aware=cfg.task.query_aware,
+    )
+
+
+@lru_cache(maxsize=1)
+def loaded_model(folder: models.ModelFolder) -> tuple[Any, Any]:
+    """Model and tokenizer, kept between the jobs of one process."""
+    return models.load_model(folder)
+
+
+# -- running it -------------------------------------------------------------------------------------------------------
+
+
+def run_job(cfg: DictConfig) -> dict[str, float]:
+    """The task function that Hydra's launcher calls: run the stages that are asked for and missing, and say how it
+    went.
+
+    Returns the job's score metrics.
+    """
+    started = time.time()
+    folder = Path(cfg.outputs) / "jobs" / cfg.sweep.job
+    name = job_name(cfg)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, name):
+            metrics = _run_stages(cfg, folder, name)
+    except BadInput as error:
+        _say(cfg, name, f"[red]stopped[/]: {error}", started)
+        raise StopSweep(str(error)) from error
+    except Exception as error:
+        _say(cfg, name, f"[red]failed[/]: {type(error).__name__}: {error}", started)
+        raise
+    except KeyboardInterrupt:
+        _say(cfg, name, "interrupted; the same command goes on where it stopped", started)
+        raise
+    told = [f"accuracy {metrics['accuracy']:.3f}"] if "accuracy" in metrics else []
+    if "task/perplexity" in metrics:
+        told.append(f"perplexity {metrics['task/perplexity']:.2f}")
+    _say(cfg, name, "  ".join(told) or "done", started)
+    return metrics
+
+
+def _run_stages(cfg: DictConfig, folder: Path, name: str) -> dict[str, float]:
+    data = Path(cfg.outputs) / "data" / cfg.sweep.data
+    if "generate" in cfg.stages:
+        model_folder = models.resolve(cfg.model, Path(cfg.outputs) / "models")
+        if not (data / "requests.jsonl").is_file():
+            data = load(cfg.task, models.load_tokenizer(model_folder), model_folder.context, data.parent).path
+        _describe(cfg, folder, name, model_folder, data)
+    sweep = None if cfg.sweep.run_id is None else tracking.Sweep(
+        cfg.sweep.uri, cfg.sweep.experiment_id, cfg.sweep.run_id, cfg.experiment_name, cfg.sweep.key
+    )  # fmt: skip
+    run = None
+    if sweep is not None and "publish" in cfg.stages and "generate" in cfg.stages:
+        try:
+            run = tracking.start_job(sweep, folder)
+        except tracking.TrackingUnreachable as error:
+            console.print(f"[yellow]{error}[/]")
+    times = _read_json(folder / "times.json")
+    try:
+        if "generate" in cfg.stages:
+            clock = time.perf_counter()
+            requests = read_requests(data / "requests.jsonl")
+            answered = not unanswered(data / "requests.jsonl", folder / "responses.jsonl")
+            if not (answered and (folder / "telemetry.json").is_file()):
+                model, tokenizer = loaded_model(model_folder)
+                lm = language_model(cfg, model_folder, model, tokenizer)
+                generate(lm, requests, folder, run.progress if run else lambda done: None)
+                times["generate"] = times.get("generate", 0.0) + time.perf_counter() - clock
+        if "score" in cfg.stages:
+            clock = time.perf_counter()
+            scored = score(cfg.task, data, folder / "responses.jsonl")
+            times["score"] = time.perf_counter() - clock
+            _write(
+                folder / "samples.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in scored.samples)
+            )
+            timed = {f"time/{stage}_s": seconds for stage, seconds in times.items()}
+            _write(folder / "score.json", json.dumps({"metrics": scored.metrics | timed}, indent=1))
+        _write(folder / "times.json", json.dumps(times))
+        if sweep is not None and "publish" in cfg.stages:
+            try:
+                tracking.publish_job(sweep, folder)
+            except tracking.TrackingUnreachable as error:
+                console.print(f"[yellow]{error}[/]")
+        return dict(_read_json(folder / "score.json").get("metrics", {}))
+    except BaseException as error:
+        if run is not None:
+            if isinstance(error, Exception):
+                _write(folder / "failure.txt", traceback.format_exc())
+                run.fail(f"{type(error).__name__}: {error}")
+            else:
+                run.kill()
+        raise
+    finally:
+        if run is not None:
+            run.close()
+
+
+def _describe(cfg: DictConfig, folder: Path, name: str, model: models.ModelFolder, data: Path) -> None:
+    """config.yaml and job.json: all that publishing and scoring again need to know."""
+    about = json.loads((data / "data.json").read_text(encoding="utf-8"))
+    config = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(config, dict)
+    config = {k: v for k, v in config.items() if k not in ("sweep", "job")}
+    _write(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
+    rows = cfg.budget
+    if isinstance(rows, float):
+        policy = validate(cfg)
+        rows = policy.budget_rows(rows, round(about["prompt_tokens"]["mean"]))[0]
+    job = {
+        "key": cfg.sweep.job,
+        "name": name,
+        "experiment_name": cfg.experiment_name,
+        "sweep_key": cfg.sweep.key,
+        "git_commit": git_commit(),
+        "host": socket.gethostname(),
+        "chip": _chip(),
+        "versions": {"python": platform.python_version(), "os": platform.platform(), **_versions()},
+        "model": {"name": model.name, "revision": model.revision, "dtype": model.dtype, "backend": model.backend},
+        "data": about,
+        "dataset_path": os.path.relpath(data),
+        "budget_rows": rows,
+    }
+    _write(folder / "job.json", json.dumps(job, indent=1))
+
+
+@contextmanager
+def _locked(folder: Path, name: str) -> Iterator[None]:
+    """One process at a time in a job's folder; a second one waits and then finds the work done."""
+    with open(folder / ".lock", "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            console.print(f"{name}: another process on this machine works on it; waiting.")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _say(cfg: DictConfig, name: str, what: str, started: float) -> None:
+    """One line per job, with the time that the rest will take at this pace."""
+    now, done, total = time.time(), cfg.sweep.index + 1, cfg.sweep.total
+    left = (now - cfg.sweep.started) / done * (total - done)
+    eta = f"  about {_duration(left)} left" if done < total else ""
+    console.print(
+        f"[dim]\\[{done:>{len(str(total))}}/{total}][/] {name}  {what}  [dim]{_duration(now - started)}{eta}[/]"
+    )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _versions(*names: str) -> dict[str, str]:
+    return {
+        n: version(n) for n in names or ("mlx", "mlx-lm", "lm-eval", "datasets", "transformers", "mlflow", "hydra-core")
+    }
+
+
+@lru_cache
+def git_commit() -> str:
+    """The commit of this checkout, "-dirty" when files differ from it; "unknown" outside of git."""
+
+    def git(*command: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(_ROOT), *command], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+@lru_cache
+def _chip() -> str:
+    """The accelerator's name, or the processor's."""
+    if mx.default_device() == mx.Device(mx.gpu):
+        return str(mx.device_info().get("device_name", "gpu"))
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)

@@ -1,0 +1,48 @@
+"""Dependencies point one way: conf -> pipeline -> keyformer -> mlx-lm, mlx; and each outside library has its place."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+FILES = sorted(p for package in ("keyformer", "pipeline") for p in (PROJECT / package).rglob("*.py"))
+PLACES = {
+    "mlflow": {"pipeline/tracking.py", "pipeline/report.py"},
+    "lm_eval": {"pipeline/load.py", "pipeline/score.py", "pipeline/language_model.py"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of the packages that a file imports, wherever in the file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def where(path: Path) -> str:
+    return path.relative_to(PROJECT).as_posix()
+
+
+@pytest.mark.parametrize("path", FILES, ids=where)
+def test_imports_point_one_way(path: Path) -> None:
+    names = imported(path)
+    if where(path).startswith("keyformer/"):
+        assert names <= {"mlx", "mlx_lm", "keyformer"} | set(sys.stdlib_module_names)
+    for library, places in PLACES.items():
+        if not where(path).startswith("pipeline/tasks/") or library != "lm_eval":
+            assert library not in names or where(path) in places
+
+
+def test_only_the_hook_reaches_into_mlx_lms_modules() -> None:
+    patching = [
+        where(p) for p in FILES if "setattr(" in p.read_text(encoding="utf-8") and "sys.modules" in p.read_text()
+    ]
+    assert patching == ["keyformer/hook.py"]
