@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle import Layer, layer_of
 from small import KINDS, Stream, a_policy, attend, kept, kept_positions, kept_scores, policies_and_budgets
 
-from keyformer import KeyformerKVCache, Policy
+from keyformer import KeyformerKVCache, KeyformerProxy, Policy
 
 
 def compare(cache: KeyformerKVCache, one: Layer, b: int = 0) -> None:
@@ -191,3 +191,21 @@ def test_the_example_of_the_specification_through_the_cache() -> None:
                 attend(cache, *[zeros[:, :, at : at + 1]] * 3, 1.0)
             assert kept_positions(cache) == [[0, 1, 2, 3]]
             assert kept_scores(cache)[0] == pytest.approx([13 / 3, 7 / 3, 11 / 6, 3 / 2], abs=1e-5)
+
+
+def test_the_temperature_of_the_proxy_is_that_of_each_token() -> None:
+    """A steep schedule and many heads, so that a temperature of one token earlier or later changes what is kept."""
+    policy = KeyformerProxy(tau_init=0.0, tau_end=3.0, anneal_steps=12, n_sink=0, recent=0)
+    for seed in range(12):
+        stream = Stream.random(seed, 14, 8, 8, 4, 4)
+        for prompt in (1, 6, 14):
+            cache, one = KeyformerKVCache(policy, 3), layer_of(policy, 8, 3)
+            attend(cache, *stream.part(0, prompt), stream.scale)
+            one.prompt(*stream.numpy(0, prompt), stream.scale)
+            cache.end_prefill()
+            one.end_prefill()
+            for at in range(prompt, 14):
+                attend(cache, *stream.part(at, at + 1), stream.scale)
+                one.decode(*stream.numpy(at, at + 1), stream.scale)
+            assert one.margin > 1e-6
+            compare(cache, one)
