@@ -289,7 +289,7 @@ def exact_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("exact_memory")
-@pytest.mark.parametrize("budget", [64, 2000])
+@pytest.mark.parametrize("budget", [63, 2000])  # 64 rows and 512: whole pages, which a GPU's allocator rounds up to
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_does_not_grow_with_decoded_tokens(kind: str, budget: int) -> None:
     """Only logits are evaluated, as mlx-lm does. A lazy graph would hold every step's arrays: hundreds of KB here."""
@@ -311,9 +311,9 @@ def test_memory_does_not_grow_with_decoded_tokens(kind: str, budget: int) -> Non
     allocated = caches[0].nbytes
     per_row = 2 * (2 * 64 * 4 + 8 + 4 * caches[0].policy.window)  # 2 heads: keys, values, score, position, masses
     assert allocated == caches[0].keys.shape[2] * per_row + 2 * 4  # and each head's freed slot
-    if budget == 64 and kind != "full":
+    if budget == 63 and kind != "full":
         assert measured[400] - measured[200] < 1024
-        assert caches[0].keys.shape[2] == 65
+        assert caches[0].keys.shape[2] == 64
     else:
         assert measured[400] - measured[300] < 1024  # 410 to 510 rows: within one step of 256
         assert caches[0].keys.shape[2] == 512
@@ -409,6 +409,8 @@ def test_a_restored_cache_goes_on_with_the_same_tokens(
             assert kept_scores(a) == kept_scores(b)
         return got
 
+    reference = make_prompt_cache(model, policy, 14)  # never restored
+    feed(model, reference, prompt, 12)
     model(prompt[None, :7], cache=caches)
     caches = restored()  # one-token chunks still belong to the prompt
     for at in range(7, 12):
@@ -417,9 +419,12 @@ def test_a_restored_cache_goes_on_with_the_same_tokens(
         c.end_prefill()
     for n in range(8):
         other = restored()
-        a, b = (step(model, c, n + 20) for c in (caches, other))
-        np.testing.assert_allclose(np.array(a), np.array(b), atol=1e-5, rtol=0)
-        assert [kept_positions(c) for c in caches] == [kept_positions(c) for c in other]
+        expected, *logits = (step(model, c, n + 20) for c in (reference, caches, other))
+        for both, got in zip((caches, other), logits, strict=True):
+            np.testing.assert_allclose(np.array(got), np.array(expected), atol=1e-5, rtol=0)
+            for c, r in zip(both, reference, strict=True):
+                assert kept_positions(c) == kept_positions(r)
+                np.testing.assert_allclose(kept_scores(c), kept_scores(r), atol=3e-5)
         if n % 2:
             caches = other
     other = restored()
