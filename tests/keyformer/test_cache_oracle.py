@@ -74,7 +74,7 @@ def conversations(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(conversations())
 def test_conversations(c: dict[str, Any]) -> None:
     """One or two turns of prompt and decoding; after every call output, rows and scores agree."""
@@ -120,7 +120,7 @@ def test_conversations(c: dict[str, Any]) -> None:
         assert [len(set(head)) for head in kept_positions(cache)] == [cache.size()] * c["kv_heads"]
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.data())
 def test_batches(data: st.DataObject) -> None:
     """Merged sequences of different lengths and budgets, one leaving: each row is the sequence it would be alone."""
