@@ -6,12 +6,16 @@ whatever happens.
 """
 
 import argparse
+import difflib
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +26,7 @@ from typing import Any
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -30,6 +34,7 @@ from .errors import BadInput
 
 _CONF = Path(__file__).parent.parent / "conf"
 _LEAST_FREE_BYTES = 200 * 2**20
+_FEW_ITEMS = 10
 
 
 @dataclass
@@ -38,12 +43,18 @@ class _Job:
     cfg: DictConfig
     data: str = ""
     key: str = ""
+    sweep: str = ""  # of a stored job: the sweep that it belongs to
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 all jobs done; 1 a job failed; 2 bad input, nothing started; 130 interrupted."""
     args = _parser().parse_intermixed_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    for name in ("lm_eval", "datasets", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # they warn of what our own messages say
+    if threading.current_thread() is threading.main_thread():
+        for ending in (signal.SIGTERM, signal.SIGHUP):  # kill, timeout, a closed terminal: as Ctrl-C
+            signal.signal(ending, signal.default_int_handler)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         with _composer():
@@ -88,8 +99,37 @@ the same command again goes on with what is missing.""",
 
 
 def _short(error: Exception) -> str:
-    """Hydra's message without its stack of causes."""
-    return "\n".join(line for line in str(error).splitlines() if line.strip()) or type(error).__name__
+    """The message without Hydra's search path, grammar and its advice to append, which would be ignored here."""
+    text = str(error).split("\nConfig search path")[0]
+    if isinstance(error, OverrideParseException):
+        return f"expected overrides like name=value or name=a,b, got {error.override!r}"
+    if unknown := re.match(r"Could not override '([^']+)'", text):
+        return _unknown(unknown[1], _known())
+    return "\n".join(line for line in text.splitlines() if line.strip()) or type(error).__name__
+
+
+def _unknown(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3)
+    siblings = sorted(k for k in known if k.rpartition(".")[0] == name.rpartition(".")[0])
+    return f"expected a known option, got {name!r}; " + (
+        f"did you mean {' or '.join(near)}?" if near else f"known there: {', '.join(siblings) or 'none'}"
+    )
+
+
+def _known() -> set[str]:
+    """Every option of conf/, those of each group's files included."""
+    known = set()
+    for path in [_CONF / "config.yaml", *_CONF.glob("*/*.yaml")]:
+        options = OmegaConf.load(path)
+        if path.parent.name == "experiment" or not isinstance(options, DictConfig):
+            continue
+        group = "" if path.parent == _CONF else f"{path.parent.name}."
+        known.add(group.rstrip("."))
+        for name, value in options.items_ex(resolve=False):
+            if name not in ("defaults", "hydra"):
+                known.add(f"{group}{name}")
+                known |= {f"{group}{name}.{inner}" for inner in value} if isinstance(value, DictConfig) else set()
+    return (known | {"experiment"}) - {""}
 
 
 # -- composing --------------------------------------------------------------------------------------------------------
@@ -123,6 +163,7 @@ def _compose(overrides: list[str], multirun: bool) -> tuple[DictConfig, list[_Jo
         missing = sorted(OmegaConf.missing_keys(cfg))
         if missing:
             raise BadInput(f"{', '.join(missing)}: expected a value, got none; give it as {missing[0]}=...")
+        _refuse_unknown(cfg)
         validate(cfg)
         idle = without_idle_axes(cfg)
         for name, value in idle.items():
@@ -130,6 +171,19 @@ def _compose(overrides: list[str], multirun: bool) -> tuple[DictConfig, list[_Jo
         key = json.dumps(OmegaConf.to_container(cfg, resolve=True), sort_keys=True)
         jobs.setdefault(key, _Job([*chosen, *(f"{name}=null" for name in idle)], cfg))
     return master, list(jobs.values())
+
+
+def _refuse_unknown(cfg: DictConfig) -> None:
+    """BadInput for an option nobody reads, as `+name=value` or an experiment file can bring in.
+
+    Tasks and policies check their own options.
+    """
+    known = _known()
+    names = [str(name) for name in cfg]
+    names += [f"{group}.{name}" for group in ("generate", "tracking", "model") for name in cfg[group]]
+    for name in names:
+        if name not in known:
+            raise BadInput(_unknown(name, known))
 
 
 def _stored_job(master: DictConfig) -> _Job:
@@ -144,7 +198,7 @@ def _stored_job(master: DictConfig) -> _Job:
         cfg = OmegaConf.load(folder / "config.yaml")
         assert isinstance(cfg, DictConfig)
         cfg.stages, cfg.tracking, cfg.job = master.stages, master.tracking, str(folder)
-        return _Job([], cfg, about["data"]["hash"], about["key"])
+        return _Job([], cfg, about["data"]["hash"], about["key"], about["sweep_key"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(f"job: expected the folder of a job (outputs/jobs/<key>), got {folder}: {error}") from error
 
@@ -206,14 +260,16 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
         return 0
     if "generate" not in cfg.stages:
         _check_generated(jobs, outputs)
-    sweep_key = hashlib.sha256(json.dumps([cfg.experiment_name, *sorted(j.key for j in jobs)]).encode()).hexdigest()[
-        :16
-    ]
+    if any(type(job.cfg.budget) is int and job.cfg.budget == 1 for job in jobs):
+        console.print("[yellow]warning[/]: budget=1 keeps a single row; budget=1.0 keeps every row")
+    keys = json.dumps([cfg.experiment_name, *sorted(j.key for j in jobs)])
+    sweep_key = jobs[0].sweep or hashlib.sha256(keys.encode()).hexdigest()[:16]
+    count = f"{len(jobs)} job{'s' * (len(jobs) != 1)}"
     if dry_run:
         for job in jobs:
             done = "done " if (outputs / "jobs" / job.key / "published.json").is_file() else "to do"
             print(f"{job.key}  {done}  {job_name(job.cfg)}")
-        print(f"{len(jobs)} jobs; nothing was run (--dry-run)")
+        print(f"{count}; nothing was run (--dry-run)")
         return 0
     sweep, left = None, jobs
     if "publish" in cfg.stages:
@@ -228,9 +284,7 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
         except tracking.TrackingUnreachable as error:
             console.print(f"[yellow]warning[/]: {error}")
     skipped = len(jobs) - len(left)
-    console.print(
-        f"{len(jobs)} jobs in experiment {cfg.experiment_name}" + (f", {skipped} already finished" if skipped else "")
-    )
+    console.print(f"{count} in experiment {cfg.experiment_name}" + (f", {skipped} already finished" if skipped else ""))
     status, failed = "KILLED", 0
     try:
         failed = _launch(master, left, cfg.experiment_name, sweep_key, sweep)
@@ -246,10 +300,15 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
 
 
 def _check_generated(jobs: list[_Job], outputs: Path) -> None:
-    """BadInput unless every job has all its responses."""
+    """BadInput unless every job has all its responses, and its score where that is only to be published."""
     from .generate import unanswered
 
     for job in jobs:
+        if "score" not in job.cfg.stages and not (outputs / "jobs" / job.key / "score.json").is_file():
+            raise BadInput(
+                f"stages: expected a scored job in {outputs / 'jobs' / job.key}, got no score.json; run the same command "
+                "with the stage score as well."
+            )
         folder = outputs / "jobs" / job.key
         missing = unanswered(outputs / "data" / job.data / "requests.jsonl", folder / "responses.jsonl")
         if missing:
@@ -311,6 +370,8 @@ def _close(sweep: Any, outputs: Path, status: str) -> None:
         console.print(f"[yellow]warning[/]: {error}")
         return
     console.print(shown.table)
+    if any(row["items"] is not None and row["items"] < _FEW_ITEMS for row in shown.rows):
+        console.print(f"[dim]fewer than {_FEW_ITEMS} items: too few to conclude anything[/]")
     for path in shown.files:
         if path.suffix == ".png":
             console.print(f"figure  {os.path.relpath(path)}")

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from io import RawIOBase
 from pathlib import Path
@@ -21,6 +22,7 @@ from .load import Request, read_requests
 
 log = logging.getLogger(__name__)
 _TRACE_POINTS = 500
+_QUIET_S = 20.0
 
 
 def generate(lm: KeyformerLM, requests: Sequence[Request], job: Path, on_progress: Callable[[int], None]) -> None:
@@ -51,11 +53,20 @@ def generate(lm: KeyformerLM, requests: Sequence[Request], job: Path, on_progres
         path.open("ab", buffering=0) as out,
     ):
         task = bar.add_task("generate", total=len(requests), completed=len(done))
+        said = time.monotonic()
+
+        def tell(now: str) -> None:
+            nonlocal said
+            bar.update(task, description=now)
+            if bar.disable and time.monotonic() - said > _QUIET_S:  # no terminal, no bar: still a sign of life
+                said = time.monotonic()
+                bar.console.print(f"      {len(done)}/{len(requests)} answered, {now}", soft_wrap=True)
+
         for first in range(0, len(requests), lm.batch_size):
             group = requests[first : first + lm.batch_size]
             if all(r.id in done for r in group):
                 continue
-            for response in lm.respond(group):
+            for response in lm.respond(group, tell):
                 if response.request.id in done:
                     continue
                 line = _line(response, with_trace=response.request is requests[0])

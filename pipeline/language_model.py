@@ -8,7 +8,7 @@ of a batch are decoded together, each with a cache and a budget of its own.
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,34 +147,38 @@ class KeyformerLM(LM):
 
     # -- from requests to responses -----------------------------------------------------------------------------------
 
-    def respond(self, requests: Sequence[Request]) -> Iterator[Response]:
-        """Answer requests in order, `batch_size` at a time.
+    def respond(
+        self, requests: Sequence[Request], tell: Callable[[str], None] = lambda now: None
+    ) -> Iterator[Response]:
+        """Answer requests in order, `batch_size` at a time; `tell` hears what is being done.
 
         Raises:
             BadInput: a budget that cannot work, or a generation option nobody here honours.
         """
         with keyformer.attached(self.model):
             for first in range(0, len(requests), self.batch_size):
-                yield from self._respond_batch(requests[first : first + self.batch_size])
+                yield from self._respond_batch(requests[first : first + self.batch_size], tell)
 
     def check(self, request: Request) -> None:
         """Raise BadInput if this request cannot be answered with this budget; the model is not run."""
         self._sequences(request)
 
-    def _respond_batch(self, requests: Sequence[Request]) -> Iterator[Response]:
+    def _respond_batch(self, requests: Sequence[Request], tell: Callable[[str], None]) -> Iterator[Response]:
         sequences = [self._sequences(r) for r in requests]
         flat = [s for group in sequences for s in group]
         ready: dict[tuple[Any, ...], tuple[list[Any], dict[str, float]]] = {}
         for first in range(0, len(flat), self.batch_size):
             batch = flat[first : first + self.batch_size]
             caches = []
-            for s in batch:
+            for number, s in enumerate(batch):
+                tell(f"prefill {number + 1}/{len(batch)}")
                 # equal contexts, as the choices of one question have, are prefilled once
                 key = (tuple(s.prefix), s.budget)
                 if key not in ready:
                     ready[key] = self._prefill(s)
                     s.telemetry |= ready[key][1]
                 caches.append(ready[key][0])
+            tell(f"decode {len(batch)} together")
             self._decode(batch, caches)
         for request, group in zip(requests, sequences, strict=True):
             yield self._response(request, group)

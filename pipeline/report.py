@@ -287,7 +287,8 @@ def _row(cell: _Cell, full: _Cell | None) -> dict[str, Any]:
     row["task/nll_per_token"] = nll
     row["task/perplexity"] = math.exp(nll) if nll is not None else _metric(cell.runs, "task/perplexity")
     if nll is not None and len(cell.nll) == len(items) and (interval := student(list(_means(cell.nll).values()))):
-        row["task/perplexity_low"], row["task/perplexity_high"] = math.exp(interval[0]), math.exp(interval[1])
+        # a perplexity below 1 would be a likelihood above 1
+        row["task/perplexity_low"], row["task/perplexity_high"] = math.exp(max(0.0, interval[0])), math.exp(interval[1])
     for name in MEASURES:
         row[name] = _metric(cell.runs, name)
     return row
@@ -519,6 +520,10 @@ def _draw_budget(rows: Sequence[Mapping[str, Any]], experiment: str) -> Figure:
         _reference(axis, shown, quantity)
         if quantity == "accuracy":
             _limits(axis, shown)
+        else:
+            axis.set_yscale("log")  # intervals of a mean log-likelihood are even there
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
         budgets = [row for row in shown if row["budget"] != "full"]
         fractions = all(is_fraction(row["budget"]) for row in budgets)
         spots = {row["budget"]: float(row["budget"]) * (100 if is_fraction(row["budget"]) else 1) for row in budgets}
@@ -532,6 +537,9 @@ def _draw_budget(rows: Sequence[Mapping[str, Any]], experiment: str) -> Figure:
                     at = [spots[row["budget"]] + dodge * (number - (len(policies) - 1) / 2) for row in line]
                     name = policy if kind or fractions or not any(is_fraction(b) for b in spots) else f"{policy} (rows)"
                     _plot(axis, at, line, quantity, _style(policy, policies), name)
+        if not spread:  # else the little that separates the points would look like a range of budgets
+            middle = max(spots.values(), default=1.0)
+            axis.set_xlim(0.5 * middle, 1.5 * middle)
         axis.set_xticks(sorted(set(spots.values())), [f"{spot:g}" for spot in sorted(set(spots.values()))])
         axis.set_xlabel("budget (% of the prompt's rows kept)" if fractions else "budget (rows kept per KV head)")
     _legend(upper, axes)

@@ -56,6 +56,11 @@ def validate(cfg: DictConfig) -> Policy:
         whole = isinstance(value, int) or (name == "share_prefill_gb" and isinstance(value, float))
         if isinstance(value, bool) or not whole or value < least:
             raise BadInput(f"generate.{name}: expected a number of at least {least}, got {value!r}.")
+    port = cfg.tracking.port
+    if port is not None and (type(port) is not int or not 1 <= port <= 65535):
+        raise BadInput(f"tracking.port: expected a whole number from 1 to 65535, got {port!r}.")
+    if not isinstance(cfg.experiment_name, str) or not cfg.experiment_name.strip():
+        raise BadInput(f"experiment_name: expected a name, got {cfg.experiment_name!r}.")
     seed = cfg.seed
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise BadInput(f"seed: expected a whole number of at least 0, got {seed!r}.")
