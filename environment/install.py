@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PROJECT = Path.cwd()
@@ -25,6 +26,7 @@ LOCK = PROJECT / "requirements.lock"
 SOURCES = [LOCK, *(PROJECT / "environment").glob("*.*")]
 VENV_PYTHON = VENV / "bin" / "python"
 ROOT = os.geteuid() == 0
+HELD: list[int] = []  # the lock's file descriptor, while this set-up holds it
 
 
 def say(line: str) -> None:
@@ -36,12 +38,29 @@ def stop(message: str) -> None:
     raise SystemExit(2)
 
 
-def run(*command: str | Path) -> None:
-    """Run one set-up step; a failing one has told why itself."""
-    if subprocess.run([str(part) for part in command], cwd=PROJECT).returncode != 0:
-        stop(
-            f"this step failed, its message is above: {' '.join(map(str, command[:4]))} ... The next call starts anew."
-        )
+@contextmanager
+def locked() -> Iterator[None]:
+    """One set-up at a time: a second `make` waits here and then finds the work done.
+
+    The steps inherit the lock (`run`): when this process is killed, the next one waits until its last step has ended.
+    """
+    with open(PROJECT / ".venv.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another set-up of this folder, or for the last step of one that was killed, to end")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        HELD.append(lock.fileno())
+        try:
+            yield
+        finally:
+            HELD.clear()
+
+
+def run(*command: str | Path, hint: str = "The next call starts anew.") -> None:
+    """Run one set-up step, which holds the lock as long as it lives; a failing one has told why itself."""
+    if subprocess.run([str(part) for part in command], cwd=PROJECT, pass_fds=HELD).returncode != 0:
+        stop(f"this step failed, its message is above: {' '.join(map(str, command[:4]))} ... {hint}")
 
 
 def check_machine() -> None:
@@ -119,7 +138,8 @@ def unpacked_openblas() -> list[Path]:
         fetch(folder, "libquadmath0")  # exists only where the architecture needs it
         shutil.rmtree(target, ignore_errors=True)
         for package in Path(folder).glob("*.deb"):
-            if subprocess.run(["dpkg-deb", "-x", package, target], capture_output=True).returncode != 0:
+            command = ["dpkg-deb", "-x", package, target]
+            if subprocess.run(command, capture_output=True, pass_fds=HELD).returncode != 0:
                 return []
     # In the order of their dependence: each finds the ones before it already loaded.
     names = ("libquadmath.so.0", "libgfortran.so.5", "libopenblas.so.0")
@@ -149,15 +169,16 @@ def install_openblas() -> None:
 def main() -> None:
     check_machine()
     started = time.monotonic()
-    with open(PROJECT / ".venv.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second `make` waits here and then finds the work done
+    with locked():
         if finished_here():
             if all(source.stat().st_mtime <= STAMP.stat().st_mtime for source in SOURCES):
                 return
             STAMP.unlink()
         else:
             say(f"making .venv with Python {platform.python_version()} ({sys.executable})")
-            venv.create(VENV, clear=True, with_pip=True, symlinks=True)
+            # A step like the others: what it cannot clear or make, it says in a line, and it holds the lock.
+            hint = f"Can {VENV} be written, and does nothing else use it? Delete it and call again."
+            run(sys.executable, "-I", "-m", "venv", "--clear", "--symlinks", VENV, hint=hint)
         say("installing the packages of requirements.lock (about 0.7 GB; a minute, the first time)")
         install_packages()
         install_openblas()

@@ -6,8 +6,11 @@ each named policy below is a frozen dataclass that fixes them as its paper does.
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import ClassVar, Literal
+
+_MOST_ROWS = 2**30  # twice as many still is an int32
 
 
 def _integer(name: str, value: object, least: int) -> None:
@@ -61,11 +64,13 @@ class Policy:
             raise ValueError(f"window: needs attention 'query', got attention {self.attention!r}; set window to 0.")
         for name, least in (("anneal_steps", 0), ("window", 0), ("n_sink", 0), ("seed", 0)):
             _integer(name, getattr(self, name), least)
+        if not isinstance(self.redraw, bool):
+            raise ValueError(f"redraw: expected true or false, got {self.redraw!r}.")
         if self.seed >= 2**64:
             raise ValueError(f"seed: expected an integer below 2**64, got {self.seed}.")
         for name in ("tau_init", "tau_end"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}.")
         if self.noise == "logit" and self.tau_init <= 0:
             raise ValueError(f"tau_init: noise 'logit' divides by it, expected more than 0, got {self.tau_init}.")
@@ -78,6 +83,9 @@ class Policy:
                 raise ValueError(f"recent: expected a number of rows or a fraction in [0, 1), got {self.recent!r}.")
         else:
             _integer("recent", self.recent, 0)
+        for name in ("window", "n_sink", "recent"):
+            if getattr(self, name) > _MOST_ROWS:
+                raise ValueError(f"{name}: expected at most {_MOST_ROWS} rows, got {getattr(self, name)}.")
 
     def recent_rows(self, budget: int) -> int:
         """Protected last rows at this budget."""
@@ -85,10 +93,13 @@ class Policy:
 
     def least_budget(self) -> int:
         """The smallest budget with a row that can be evicted: sinks + recent + 1."""
-        budget = self.n_sink + 1
-        while self.n_sink + self.recent_rows(budget) >= budget:
-            budget += 1
-        return budget
+        most = (
+            (self.n_sink + 2) / (1 - self.recent) + 2
+            if isinstance(self.recent, float)
+            else self.n_sink + self.recent + 2
+        )
+        # rows that are not protected as recent never fall as the budget grows
+        return bisect_right(range(math.ceil(most)), self.n_sink, key=lambda budget: budget - self.recent_rows(budget))
 
     def budget_rows(self, fraction: float, tokens: int) -> tuple[int, bool]:
         """Rows kept per KV head for a fraction of `tokens` prompt tokens; whether the floor `least_budget()` applied.
@@ -107,6 +118,8 @@ class Policy:
         if not self.evicts:
             return
         _integer("budget", budget, 1)
+        if budget > _MOST_ROWS:
+            raise ValueError(f"budget: expected at most {_MOST_ROWS} rows, got {budget}.")
         recent = self.recent_rows(budget)
         if self.n_sink + recent >= budget:
             raise ValueError(

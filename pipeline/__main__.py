@@ -30,11 +30,13 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from .errors import BadInput
+from .errors import BadInput, interrupted
 
 _CONF = Path(__file__).parent.parent / "conf"
 _LEAST_FREE_BYTES = 200 * 2**20
 _FEW_ITEMS = 10
+_AGAIN = ("job", "stages", "task.primary", "tracking")  # what may be said of a stored job
+_OF_A_SWEEP = ("outputs", "experiment_name", "stages", "tracking", "job")  # one value for all jobs
 
 
 @dataclass
@@ -53,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("lm_eval", "datasets", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)  # they warn of what our own messages say
     if threading.current_thread() is threading.main_thread():
-        for ending in (signal.SIGTERM, signal.SIGHUP):  # kill, timeout, a closed terminal: as Ctrl-C
-            signal.signal(ending, signal.default_int_handler)
+        interrupted.clear()
+        for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # kill, timeout, a closed terminal: as Ctrl-C
+            signal.signal(ending, _interrupt)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         with _composer():
@@ -69,6 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130
+
+
+def _interrupt(number: int, frame: object) -> None:
+    interrupted.set()
+    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -125,10 +133,11 @@ def _known() -> set[str]:
             continue
         group = "" if path.parent == _CONF else f"{path.parent.name}."
         known.add(group.rstrip("."))
-        for name, value in options.items_ex(resolve=False):
+        for key, value in options.items_ex(resolve=False):
+            name = str(key)
             if name not in ("defaults", "hydra"):
                 known.add(f"{group}{name}")
-                known |= {f"{group}{name}.{inner}" for inner in value} if isinstance(value, DictConfig) else set()
+                known |= {f"{group}{name}.{inner!s}" for inner in value} if isinstance(value, DictConfig) else set()
     return (known | {"experiment"}) - {""}
 
 
@@ -150,9 +159,20 @@ def _compose(overrides: list[str], multirun: bool) -> tuple[DictConfig, list[_Jo
 
     loader = GlobalHydra.instance().config_loader()
     mode = RunMode.MULTIRUN if multirun else RunMode.RUN
-    master = loader.load_configuration("config", overrides, run_mode=mode)
+    try:
+        master = loader.load_configuration("config", overrides, run_mode=mode)
+    except (ValueError, TypeError, AttributeError) as error:  # a group set to null
+        raise BadInput(
+            f"expected a choice for each group, as policy=h2o, got {' '.join(overrides)}: {error}"
+        ) from error
     params = [f"{k}={v}" for k, v in (master.hydra.sweeper.params or {}).items()] if multirun else []
     parsed = OverridesParser.create(config_loader=loader).parse_overrides([*params, *master.hydra.overrides.task])
+    for override in parsed:
+        name = override.get_key_element().lstrip("+~").partition(".")[0]
+        if multirun and override.is_sweep_override() and name in _OF_A_SWEEP:
+            raise BadInput(
+                f"{name}: expected one value for a whole sweep, got {override.input_line}; give one at a time."
+            )
     if master.job is not None:
         return master, [_stored_job(master)]
     jobs: dict[str, _Job] = {}
@@ -187,20 +207,37 @@ def _refuse_unknown(cfg: DictConfig) -> None:
 
 
 def _stored_job(master: DictConfig) -> _Job:
-    """The job in the folder `job`, as it was run, with the stages that are asked for now."""
-    folder = Path(master.job)
-    if "load" in master.stages or "generate" in master.stages:
-        raise BadInput(
-            f"job: expected stages of a finished job, e.g. stages=[score,publish], got {list(master.stages)}."
-        )
+    """The job in the folder `job`, as it was run, with the stages and the primary metric that are asked for now."""
+    from .run import validate
+
+    folder = Path(str(master.job))
+    given = [str(override).partition("=") for override in master.hydra.overrides.task]
+    other = sorted({name for name, _, _ in given if name not in _AGAIN and not name.startswith("tracking.")})
+    if other:
+        raise BadInput(f"job: a stored job takes only {', '.join(_AGAIN)} and tracking.*, got {', '.join(other)}.")
+    if not {"score", "publish"}.issuperset(master.stages or ["generate"]):
+        raise BadInput(f"job: expected stages of a finished job, e.g. stages=[score,publish], got {master.stages}.")
     try:
         about = json.loads((folder / "job.json").read_text(encoding="utf-8"))
         cfg = OmegaConf.load(folder / "config.yaml")
-        assert isinstance(cfg, DictConfig)
+        if not isinstance(cfg, DictConfig) or not cfg:
+            raise ValueError("config.yaml is empty")
         cfg.stages, cfg.tracking, cfg.job = master.stages, master.tracking, str(folder)
-        return _Job([], cfg, about["data"]["hash"], about["key"], about["sweep_key"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"job: expected the folder of a job (outputs/jobs/<key>), got {folder}: {error}") from error
+        cfg.outputs = str(folder.parent.parent)  # where it lies now, which may not be where it was made
+        for name, _, value in given:
+            if name == "task.primary":
+                cfg.task.primary = value
+        validate(cfg)
+        job = _Job([], cfg, about["data"]["hash"], about["key"], about["sweep_key"])
+    except BadInput:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OmegaConfBaseException) as error:
+        raise BadInput(
+            f"job: expected the whole folder of a job (outputs/jobs/<key>), got {folder}: {error}; run its sweep again."
+        ) from error
+    if folder.name != job.key:
+        raise BadInput(f"job: expected a folder named like its key, {job.key}, got {folder}; give it its name back.")
+    return job
 
 
 # -- a sweep ----------------------------------------------------------------------------------------------------------
@@ -287,7 +324,7 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
     console.print(f"{count} in experiment {cfg.experiment_name}" + (f", {skipped} already finished" if skipped else ""))
     status, failed = "KILLED", 0
     try:
-        failed = _launch(master, left, cfg.experiment_name, sweep_key, sweep)
+        failed = _launch(master, left, sweep_key, sweep)
         status = "FAILED" if failed else "FINISHED"
     finally:
         if sweep is not None:
@@ -301,16 +338,20 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
 
 def _check_generated(jobs: list[_Job], outputs: Path) -> None:
     """BadInput unless every job has all its responses, and its score where that is only to be published."""
-    from .generate import unanswered
+    from .generate import check_responses
 
     for job in jobs:
+        if not (outputs / "data" / job.data / "requests.jsonl").is_file():
+            raise BadInput(
+                f"stages: expected the job's requests in {outputs / 'data' / job.data}, got none; run its sweep again."
+            )
         if "score" not in job.cfg.stages and not (outputs / "jobs" / job.key / "score.json").is_file():
             raise BadInput(
-                f"stages: expected a scored job in {outputs / 'jobs' / job.key}, got no score.json; run the same command "
-                "with the stage score as well."
+                f"stages: expected a scored job in {outputs / 'jobs' / job.key}, got no score.json; run the same "
+                "command with the stage score as well."
             )
         folder = outputs / "jobs" / job.key
-        missing = unanswered(outputs / "data" / job.data / "requests.jsonl", folder / "responses.jsonl")
+        missing, _ = check_responses(outputs / "data" / job.data / "requests.jsonl", folder / "responses.jsonl")
         if missing:
             raise BadInput(
                 f"stages: expected finished responses in {folder}, {missing} are missing; run the same "
@@ -318,7 +359,7 @@ def _check_generated(jobs: list[_Job], outputs: Path) -> None:
             )
 
 
-def _launch(master: DictConfig, jobs: list[_Job], experiment: str, sweep_key: str, sweep: Any) -> int:
+def _launch(master: DictConfig, jobs: list[_Job], sweep_key: str, sweep: Any) -> int:
     """Hand the jobs to Hydra's launcher; returns how many failed."""
     from hydra._internal.callbacks import Callbacks
     from hydra.core.plugins import Plugins
@@ -334,16 +375,21 @@ def _launch(master: DictConfig, jobs: list[_Job], experiment: str, sweep_key: st
     shared: dict[str, Any] = {"key": sweep_key, "total": len(jobs), "started": time.time(), "uri": None, "run_id": None}
     if sweep is not None:
         shared |= {"uri": sweep.uri, "experiment_id": sweep.experiment_id, "run_id": sweep.run_id}
-    if jobs[0].cfg.job is not None:
-        cfg = OmegaConf.merge(jobs[0].cfg, {"sweep": shared | {"job": jobs[0].key, "data": jobs[0].data, "index": 0}})
-        assert isinstance(cfg, DictConfig)
-        run_job(cfg)
-        return 0
     overrides = []
     for index, job in enumerate(jobs):
         one = shared | {"job": job.key, "data": job.data, "index": index}
         overrides.append([*job.overrides, *(f"+sweep.{name}={_quoted(value)}" for name, value in one.items())])
     try:
+        if jobs[0].cfg.job is not None:
+            cfg = OmegaConf.merge(
+                jobs[0].cfg, {"sweep": shared | {"job": jobs[0].key, "data": jobs[0].data, "index": 0}}
+            )
+            assert isinstance(cfg, DictConfig)
+            try:
+                run_job(cfg)
+            except Exception:  # run_job has said it
+                return 1
+            return 0
         returns = launcher.launch(overrides, initial_job_idx=0)
     except StopSweep as stop:
         raise BadInput(str(stop)) from stop
@@ -363,11 +409,16 @@ def _close(sweep: Any, outputs: Path, status: str) -> None:
     from .report import report
     from .run import console
 
+    shown = None
     try:
-        shown = report(sweep, outputs / "reports" / sweep.sweep_key)
-        tracking.close_sweep(sweep, status, shown.files)
+        try:
+            shown = report(sweep, outputs / "reports" / sweep.sweep_key)
+        except OSError as error:  # a full disk, say
+            console.print(f"[yellow]warning[/]: the report could not be written: {error}")
+        tracking.close_sweep(sweep, status, shown.files if shown else None)
     except tracking.TrackingUnreachable as error:
         console.print(f"[yellow]warning[/]: {error}")
+    if shown is None:
         return
     console.print(shown.table)
     if any(row["items"] is not None and row["items"] < _FEW_ITEMS for row in shown.rows):

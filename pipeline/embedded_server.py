@@ -1,13 +1,15 @@
 """The MLflow server of one outputs folder: started once, found again, stopped; never somebody else's.
 
-Everything lives in one folder (`<outputs>/mlflow`): `mlflow.db`, `artifacts/`, `server.log`, `server.json` (pid, uri
-and a random id, new at every start) and `server.lock`. Every MLflow answers `/health` alike, so a server counts as
-ours only if its process runs in our folder AND it serves our random id (a tag of its experiment 0). The server has
-its own session: it outlives the program that started it, and Ctrl-C there does not reach it. Speaks HTTP itself:
-importing mlflow takes seconds.
+Everything lives in one folder (`<outputs>/mlflow`): `mlflow.db`, `artifacts/`, `server.log`, `server.json` (pid, uri,
+a random id, new at every start, and which database it opened) and `server.lock`. Every MLflow answers `/health` alike,
+so a server counts as ours only if its process runs in our folder AND it serves our random id (a tag of its experiment
+0). The server has its own session: it outlives the program that started it, and Ctrl-C there does not reach it. A
+folder that is deleted leaves its server behind: start and stop find it by its working folder, and end it. Speaks HTTP
+itself: importing mlflow takes seconds.
 """
 
 import fcntl
+import http.client
 import json
 import os
 import signal
@@ -40,9 +42,9 @@ class _PortTaken(Exception):
 
 
 def running(folder: Path) -> str | None:
-    """The address of this folder's own server if it is up and answers, else None."""
+    """The address of this folder's own server if it is up and answers from this folder's database, else None."""
     state = _state(folder)
-    if state is None or _process(state["pid"], folder) is None:
+    if state is None or _process(state["pid"], folder) is None or state["store"] != _store(folder):
         return None
     return state["uri"] if _served_id(state["uri"]) == state["id"] else None
 
@@ -51,7 +53,7 @@ def start(folder: Path, host: str = "127.0.0.1", port: int = 5050) -> str:
     """The address of this folder's server, started unless it runs already.
 
     Two starts at once give one server (a file lock). The port is that of the last start, else `port`, else the next
-    free. Raises ServerFailed when no server answers in time.
+    free. Raises ServerFailed when no server answers in time, OSError for a folder that cannot be written.
     """
     if uri := running(folder):
         return uri
@@ -60,22 +62,20 @@ def start(folder: Path, host: str = "127.0.0.1", port: int = 5050) -> str:
         if uri := running(folder):
             return uri
         state = _state(folder)
-        if state and _process(state["pid"], folder):  # its starter died before it answered, or it hangs
-            try:
+        if state and state["store"] is None and _process(state["pid"], folder):  # its starter died before it answered
+            with suppress(ServerFailed, _PortTaken):
                 return _wait(folder, state)
-            except (ServerFailed, _PortTaken):
-                _kill(state["pid"], folder)
+        _kill(folder)  # what hangs, lost its database, or was left behind by a folder or a starter that is gone
         last_port = [state["port"]] if state else []  # links printed earlier stay good
         for candidate in [*last_port, *range(port, min(port + PORTS_TRIED, 65536))]:
             if not _free(host, candidate):
                 continue
-            state = _spawn(folder, host, candidate)
             try:
-                return _wait(folder, state)
+                return _wait(folder, _spawn(folder, host, candidate))
             except _PortTaken:  # somebody took it between our look and our start
                 continue
             except BaseException:
-                _kill(state["pid"], folder)
+                _kill(folder)
                 raise
     raise ServerFailed(
         f"expected a free port among {port}..{port + PORTS_TRIED - 1}, got none: set tracking.port to another one"
@@ -83,19 +83,36 @@ def start(folder: Path, host: str = "127.0.0.1", port: int = 5050) -> str:
 
 
 def stop(folder: Path) -> bool:
-    """Stop this folder's server with all its workers. True if one was running; never touches any other process."""
+    """Stop this folder's server with all its workers, also if the folder is gone. True if one was running.
+
+    Never touches any other process.
+    """
     if not folder.is_dir():
-        return False
+        return _kill(folder)
     with _locked(folder):
-        state = _state(folder)
-        return state is not None and _kill(state["pid"], folder)
+        return _kill(folder)
 
 
 def _state(folder: Path) -> dict[str, Any] | None:
     try:
-        state = json.loads((folder / "server.json").read_text())
-        return {"pid": int(state["pid"]), "port": int(state["port"]), "uri": str(state["uri"]), "id": str(state["id"])}
+        state = json.loads((folder / "server.json").read_text(encoding="utf-8"))
+        numbers = {"pid": int(state["pid"]), "port": int(state["port"])}
+        return numbers | {"uri": str(state["uri"]), "id": str(state["id"]), "store": state.get("store")}
     except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write_state(folder: Path, state: dict[str, Any]) -> None:
+    temporary = folder / "server.json.tmp"
+    temporary.write_text(json.dumps(state), encoding="utf-8")
+    os.replace(temporary, folder / "server.json")
+
+
+def _store(folder: Path) -> list[Any] | None:
+    """Which database the folder holds now: a server that opened another one still answers, from a file that is gone."""
+    try:
+        return [str(folder.resolve()), (folder / "mlflow.db").stat().st_ino]
+    except OSError:
         return None
 
 
@@ -111,7 +128,7 @@ def _process(pid: int, folder: Path) -> psutil.Process | None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    with open(folder / "server.lock", "w") as lock:
+    with open(folder / "server.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -148,10 +165,12 @@ def _spawn(folder: Path, host: str, port: int) -> dict[str, Any]:
             stderr=log,
             start_new_session=True,
         )
-    state = {"pid": process.pid, "port": port, "uri": f"http://{host}:{port}", "id": uuid.uuid4().hex}
-    temporary = folder / "server.json.tmp"
-    temporary.write_text(json.dumps(state))
-    os.replace(temporary, folder / "server.json")
+    state = {"pid": process.pid, "port": port, "uri": f"http://{host}:{port}", "id": uuid.uuid4().hex, "store": None}
+    try:
+        _write_state(folder, state)
+    except BaseException:  # nobody would find it again
+        process.kill()
+        raise
     return state
 
 
@@ -166,11 +185,15 @@ def _wait(folder: Path, state: dict[str, Any]) -> str:
                 raise _PortTaken
             break
         if process and _get(f"{uri}/health") is not None and _listens(process, state["port"]):
-            _mark(uri, state["id"])
+            try:
+                _mark(uri, state["id"])
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                raise ServerFailed(f"the MLflow server answers, but not from its database: {error}") from error
+            _write_state(folder, state | {"store": _store(folder)})
             return uri
         time.sleep(0.1)
     what = f"did not answer within {START_DEADLINE_S:.0f} s" if time.monotonic() >= deadline else "ended while starting"
-    lines = (folder / "server.log").read_text(errors="replace").splitlines()[-15:]
+    lines = (folder / "server.log").read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
     raise ServerFailed(f"the MLflow server {what}; its log ({folder / 'server.log'}) ends with:\n" + "\n".join(lines))
 
 
@@ -195,20 +218,48 @@ def _listens(process: psutil.Process, port: int) -> bool:
         return False
 
 
-def _kill(pid: int, folder: Path) -> bool:
-    process = _process(pid, folder)  # server.json stays: the next start overwrites it and asks for the same port
-    if process is None:
-        return False
-    members = [process, *process.children(recursive=True)]
+def _kill(folder: Path) -> bool:
+    """End the servers of `folder`, whatever server.json says (it stays: the next start asks for the same port)."""
+    members = _members(folder)
     for how in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(pid, how)  # its own session, so the group is the server and its workers
+        for process in members:
+            with suppress(psutil.Error):
+                process.send_signal(how)
         deadline = time.monotonic() + STOP_DEADLINE_S
         while any(map(_alive, members)) and time.monotonic() < deadline:
             time.sleep(0.05)
         if not any(map(_alive, members)):
             break
-    return True
+    return bool(members)
+
+
+def _members(folder: Path) -> list[psutil.Process]:
+    """The processes of this folder's servers: what _spawn started, and what works here in their groups."""
+    here: list[psutil.Process] = []
+    groups: set[int] = set()
+    for process in psutil.process_iter():
+        try:
+            if process.uids().real != os.getuid() or not _works_in(process.cwd(), folder) or not _alive(process):
+                continue
+            here.append(process)
+            line = process.cmdline()
+            server = {"mlflow", "server", "sqlite:///mlflow.db"} <= set(line)
+            if server or any(part.startswith("mlflow.server") for part in line):  # the second: a worker left alone
+                groups.add(os.getpgid(process.pid))
+        except (psutil.Error, OSError):
+            continue
+    members = []
+    for process in here:
+        with suppress(OSError):
+            if os.getpgid(process.pid) in groups:
+                members.append(process)
+    return members
+
+
+def _works_in(cwd: str, folder: Path) -> bool:
+    if os.path.exists(cwd):
+        return folder.is_dir() and os.path.samefile(cwd, folder)
+    return cwd.removesuffix(" (deleted)") == str(folder.resolve())  # Linux says so of a folder removed under a process
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -230,7 +281,7 @@ def _request(url: str, body: dict[str, Any] | None = None) -> bytes:
 def _get(url: str) -> bytes | None:
     try:
         return _request(url)
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return None
 
 

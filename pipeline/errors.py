@@ -1,4 +1,9 @@
-"""The one error that means: the user can mend this."""
+"""The one error that means: the user can mend this; and whether the user has had enough."""
+
+import threading
+
+#: Set once this process was told to end. Compiled code may turn the KeyboardInterrupt into some other error.
+interrupted = threading.Event()
 
 
 class BadInput(ValueError):

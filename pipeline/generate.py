@@ -23,6 +23,7 @@ from .load import Request, read_requests
 log = logging.getLogger(__name__)
 _TRACE_POINTS = 500
 _QUIET_S = 20.0
+_TELEMETRY = ("decode_rows", "row_bytes", "all_rows", "allocated_bytes", "rows_kept")
 
 
 def generate(lm: KeyformerLM, requests: Sequence[Request], job: Path, on_progress: Callable[[int], None]) -> None:
@@ -38,7 +39,7 @@ def generate(lm: KeyformerLM, requests: Sequence[Request], job: Path, on_progres
         BadInput: no space on the disk; the lines written so far stay.
     """
     path = job / "responses.jsonl"
-    done = _read_back(path, {r.id for r in requests})
+    done = read_back(path, requests)
     on_progress(len(done))
     mx.reset_peak_memory()
     columns = (
@@ -78,26 +79,27 @@ def generate(lm: KeyformerLM, requests: Sequence[Request], job: Path, on_progres
     _write(job / "telemetry.json", json.dumps(summary, indent=1))
 
 
-def unanswered(requests: Path, responses: Path) -> int:
-    """How many of the requests in requests.jsonl have no usable line in responses.jsonl."""
-    wanted = {r.id for r in read_requests(requests)}
-    return len(wanted) - len(_usable(responses, wanted)[0])
+def check_responses(requests: Path, responses: Path) -> tuple[int, int]:
+    """How many requests of requests.jsonl have no usable line in responses.jsonl; how many lines are unusable."""
+    asked = read_requests(requests)
+    done, dropped = _usable(responses, {r.id: r.type for r in asked})
+    return len(asked) - len(done), len(dropped)
 
 
-def _read_back(path: Path, wanted: set[str]) -> dict[str, dict[str, Any]]:
-    """Lines that answer a wanted request, by id. Others (cut off by a crash, damaged, foreign) are dropped from the
-    file.
-    """
-    done, dropped = _usable(path, wanted)
+def read_back(path: Path, requests: Sequence[Request]) -> dict[str, dict[str, Any]]:
+    """The lines that answer a request, by id. Others (cut off, damaged, foreign) are dropped from the file."""
+    done, dropped = _usable(path, {r.id: r.type for r in requests})
     if dropped:
         _write(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in done.values()))
         numbers = ", ".join(map(str, dropped[:10])) + (", ..." if len(dropped) > 10 else "")
-        log.warning("%s: %d unusable line(s) (%s); those requests are answered again.", path, len(dropped), numbers)
+        log.warning(
+            "%s: %d unusable line(s) (%s) dropped; what they answered is asked again.", path, len(dropped), numbers
+        )
     return done
 
 
-def _usable(path: Path, wanted: set[str]) -> tuple[dict[str, dict[str, Any]], list[int]]:
-    """The first whole line of each wanted request, by id, and the numbers of all other lines."""
+def _usable(path: Path, wanted: dict[str, str]) -> tuple[dict[str, dict[str, Any]], list[int]]:
+    """The first sound line of each wanted request (id -> type), by id, and the numbers of all other lines."""
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     done: dict[str, dict[str, Any]] = {}
     dropped: list[int] = []
@@ -107,14 +109,25 @@ def _usable(path: Path, wanted: set[str]) -> tuple[dict[str, dict[str, Any]], li
         else:
             try:
                 line = json.loads(raw)
-                usable = line["id"] in wanted and line["id"] not in done and {"response", "telemetry"} <= line.keys()
-            except (ValueError, KeyError, TypeError, AttributeError):
+                usable = line["id"] not in done and _sound(line, wanted[line["id"]])
+            except (ValueError, KeyError, TypeError, RecursionError):
                 usable = False
             if usable:
                 done[line["id"]] = line
         if not usable:
             dropped.append(number)
     return done, dropped
+
+
+def _sound(line: dict[str, Any], kind: str) -> bool:
+    """Whether a line says all that scoring and the telemetry need of a request of that type."""
+    numbers = [line["telemetry"][name] for name in _TELEMETRY] + [line["prompt_tokens"], line["generated_tokens"]]
+    answer = line["response"]
+    if kind == "generate_until":
+        return isinstance(answer, str) and all(type(n) in (int, float) for n in numbers)
+    numbers += [answer["logprob"], answer["tokens"], answer["top1"]]
+    greedy = kind != "loglikelihood" or type(answer["is_greedy"]) is bool
+    return greedy and all(type(n) in (int, float) for n in numbers)
 
 
 def _line(response: Response, with_trace: bool) -> dict[str, Any]:
@@ -143,7 +156,7 @@ def _append(out: RawIOBase, line: dict[str, Any], path: Path) -> None:
         while rest:
             rest = rest[out.write(rest) or 0 :]
     except OSError as error:
-        raise _no_space(error, path) from error
+        raise no_space(error, path) from error
 
 
 def _write(path: Path, text: str) -> None:
@@ -154,10 +167,11 @@ def _write(path: Path, text: str) -> None:
         os.replace(draft, path)
     except OSError as error:
         draft.unlink(missing_ok=True)
-        raise _no_space(error, path) from error
+        raise no_space(error, path) from error
 
 
-def _no_space(error: OSError, path: Path) -> Exception:
+def no_space(error: OSError, path: Path | str) -> Exception:
+    """The error, or what to do about it when it says that the disk is full."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
     return BadInput(

@@ -208,6 +208,7 @@ class KeyformerLM(LM):
                     f"task {request.task}; drop them with task.gen_kwargs or change the task."
                 )
             question = encode(tokenizer, request.prompt) if cut is None else raw(request.prompt[cut:])
+            question = question or [self._first_token()]  # an empty prompt
             prefix = question[:-1] if cut is None else encode(tokenizer, request.prompt[:cut])
             question = question[-1:] if cut is None else question
             until = options.get("until") or []

@@ -4,12 +4,14 @@ lm-eval itself builds the prompts (few-shot examples, chat template, gen_prefix)
 stages need: `generate` reads requests.jsonl alone, `score` no tokenizer, prose, index or download.
 """
 
-import errno
+import contextlib
 import hashlib
 import json
+import logging
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +22,12 @@ from lm_eval.defaults import DEFAULT_MAX_GEN_TOKS
 
 from pipeline import tasks
 from pipeline.errors import BadInput
-from pipeline.tasks.named import quiet
+from pipeline.tasks.named import explained, quiet
 from pipeline.tasks.prompt import encode, render_chat
+
+log = logging.getLogger(__name__)
+_ANSWER_TOKENS = ("max_gen_toks", "max_new_tokens", "max_completion_tokens", "max_tokens")
+_MOST = 2**31 - 1  # MLX counts in 32 bits
 
 
 @dataclass(frozen=True)
@@ -59,26 +65,36 @@ def load(task_cfg: Any, tokenizer: Any, context: int, data_root: Path) -> DataFo
     """Build the task's requests and store them under `data_root`, or find the folder that holds the same ones already.
 
     `context` is how many tokens the model takes. Raises BadInput: unknown or unusable task, prompt and answer longer
-    than `context`, query_aware false for a task that cannot say where its question starts, no room on the disk.
+    than `context`, query_aware false for a task that cannot say where its question starts, a `primary` that the task
+    does not report, generation options that make no sense, no room on the disk.
     """
     cfg = tasks.settings(task_cfg)
+    with _unworried_about_lengths():
+        return _load(cfg, tokenizer, context, data_root)
+
+
+def _load(cfg: Any, tokenizer: Any, context: int, data_root: Path) -> DataFolder:
     made = tasks.make(cfg, tokenizer)
     task = made.task
-    try:
-        with quiet():
-            task.build_all_requests(
-                limit=made.limit,
-                apply_chat_template=cfg.apply_chat_template,
-                fewshot_as_multiturn=True,
-                chat_template=partial(render_chat, tokenizer) if cfg.apply_chat_template else None,
-            )
-    except ValueError as error:
-        if "did not find any docs" not in str(error):
-            raise
-        raise BadInput(
-            f"expected task {cfg.name!r} to have documents, got none; check its data and task.limit"
-        ) from error
-    requests = list(_requests(cfg, task))
+    if cfg.primary is not None and (metrics := tasks.reported(task)):
+        tasks.primary_of(cfg, metrics)  # here rather than after the generation
+    # The templates and functions of an lm-eval YAML run over every document: what they raise is told, not traced.
+    with explained(cfg.name) if cfg.source == "lm_eval" else contextlib.nullcontext():
+        try:
+            with quiet():
+                task.build_all_requests(
+                    limit=made.limit,
+                    apply_chat_template=cfg.apply_chat_template,
+                    fewshot_as_multiturn=True,
+                    chat_template=partial(render_chat, tokenizer) if cfg.apply_chat_template else None,
+                )
+        except ValueError as error:
+            if "did not find any docs" not in str(error):
+                raise
+            raise BadInput(
+                f"expected task {cfg.name!r} to have documents, got none; check its data and task.limit"
+            ) from error
+        requests = list(_requests(cfg, task))
     lengths = [_check_length(request, tokenizer, context) for request in requests]
     docs = [doc for _, doc in task.doc_iterator(limit=made.limit)]
     files = {"requests.jsonl": _jsonl([asdict(r) for r in requests]), "docs.jsonl": _jsonl(docs)}
@@ -107,8 +123,8 @@ def read_requests(path: Path) -> list[Request]:
 
 def answer_tokens(gen_kwargs: dict[str, Any]) -> int:
     """The most tokens that a generate_until request asks for (lm-eval's 256 when it does not say)."""
-    names = ("max_gen_toks", "max_new_tokens", "max_completion_tokens", "max_tokens")
-    return int(next((gen_kwargs[name] for name in names if gen_kwargs.get(name) is not None), DEFAULT_MAX_GEN_TOKS))
+    given = (gen_kwargs[name] for name in _ANSWER_TOKENS if gen_kwargs.get(name) is not None)
+    return int(next(given, DEFAULT_MAX_GEN_TOKS))
 
 
 def request_of(instance: Instance, query_aware: bool, repeat: int = 0, number: int = 1, target: str = "") -> Request:
@@ -141,11 +157,43 @@ def _requests(cfg: Any, task: Any) -> Iterator[Request]:
     seen: Counter[str] = Counter()
     instances: list[Instance] = task.instances
     for instance in instances:
+        if instance.request_type == "generate_until":
+            _check_options(cfg, instance.args[1])
         target = str(task.doc_to_target(instance.doc))
         for repeat in range(instance.repeats or 1):
             first = request_of(instance, cfg.query_aware)
             seen[first.id] += 1
             yield request_of(instance, cfg.query_aware, repeat, seen[first.id], target)
+
+
+def _check_options(cfg: Any, options: Any) -> None:
+    """Refuse generation options that would fail or mean something else while generating, wherever they come from."""
+    where = "task.gen_kwargs or the task's YAML" if cfg.source == "lm_eval" else "the override"
+    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+        raise BadInput(f"expected generation options as a mapping by name, got {options!r}; correct {where}")
+
+    def number(least: float, most: float) -> Callable[[Any], bool]:
+        return lambda value: type(value) in (int, float) and least <= value <= most
+
+    def whole(least: int, most: int) -> Callable[[Any], bool]:
+        return lambda value: type(value) is int and least <= value <= most
+
+    def texts(value: Any) -> bool:
+        return isinstance(value, str) or (isinstance(value, list) and all(isinstance(stop, str) for stop in value))
+
+    fits: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "until": ("a stop string or a list of them", texts),
+        "do_sample": ("true or false", lambda value: type(value) is bool),
+        "temperature": ("a number of at least 0", number(0, sys.float_info.max)),
+        "top_p": ("a number above 0 and up to 1", number(sys.float_info.min, 1)),
+        "top_k": (f"a whole number from 0 to {_MOST}", whole(0, _MOST)),
+    } | dict.fromkeys(_ANSWER_TOKENS, (f"a whole number from 1 to {_MOST}", whole(1, _MOST)))
+    for name, (wanted, fit) in fits.items():
+        if name in options and not fit(options[name]):
+            raise BadInput(
+                f"expected the generation option {name} of {cfg.name!r} to be {wanted}, got {options[name]!r}; "
+                f"correct it in {where}"
+            )
 
 
 def _question_start(instance: Instance, prompt: str) -> int | None:
@@ -204,30 +252,49 @@ def _jsonl(rows: list[Any]) -> str:
 
 
 def _store(files: dict[str, str], folder: Path) -> Path:
-    """Write the files as a whole or not at all; a folder that is there already must hold the same."""
-    if folder.exists():
-        for name, text in files.items():
-            path = folder / name
-            if not path.is_file() or path.read_bytes() != text.encode():
-                raise BadInput(
-                    f"expected {folder} as the load stage wrote it, got a different {name}; delete the folder"
-                )
-        return folder
+    """Write the files as a whole or not at all. Files of a folder that is there already and that are not as they were
+    written (its name is their hash) are put right, each in one step: another job may be reading them."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        there = folder.exists()
+        damaged = [name for name, text in files.items() if not there or not _holds(folder / name, text)]
+        if not damaged:
+            return folder
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".load-") as parent:
             draft = Path(parent) / folder.name
             draft.mkdir()
             for name, text in files.items():
                 (draft / name).write_bytes(text.encode())
-            draft.rename(folder)
+            if there:
+                log.warning("%s was damaged (%s): written anew.", folder, ", ".join(damaged))
+                for name in damaged:
+                    (draft / name).replace(folder / name)
+            else:
+                draft.rename(folder)
     except OSError as error:
-        if folder.exists():  # another job of the sweep wrote the same at the same time
-            return folder
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            raise BadInput(
-                f"expected to write the task's data under {folder.parent}, got: {error.strerror}; free some space "
-                "or choose another folder with outputs=<folder>"
-            ) from error
-        raise
+        if all(_holds(folder / name, text) for name, text in files.items()):
+            return folder  # another job of the sweep wrote the same at the same time
+        raise BadInput(
+            f"expected to write the task's data as {folder}, got: {error.strerror}; free some space, delete what is "
+            "in the way, or choose another folder with outputs=<folder>"
+        ) from error
     return folder
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return path.read_bytes() == text.encode()
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _unworried_about_lengths() -> Iterator[None]:
+    """Without transformers' "Token indices sequence length is longer than ...": lengths are checked and told here."""
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -63,7 +64,11 @@ def resolve(model: DictConfig, cache: Path) -> ModelFolder:
     Raises BadInput where the model cannot be had (unknown source, no such folder, hub or registry not reachable, no
     such revision) or is not whole (missing, truncated or changed files), naming the file.
     """
-    source = _option(model, "source")
+    name, source = _option(model, "name"), _option(model, "source")
+    if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
+        raise BadInput(
+            f"expected model.name of letters, digits and _ . - (it names a folder), got {name!r}. Correct model.name."
+        )
     cache = cache.absolute()
     cache.mkdir(parents=True, exist_ok=True)
     if source == "wheel":
@@ -97,10 +102,13 @@ def resolve(model: DictConfig, cache: Path) -> ModelFolder:
         revision = f"sha256:{one}"
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     if not isinstance(context, int):
-        raise BadInput(f"expected max_position_embeddings (the context length) in {path / 'config.json'}, got none.")
+        raise BadInput(
+            f"expected max_position_embeddings (the context length) in {path / 'config.json'}, got none. "
+            f"{_remedy(path)}"
+        )
     backend = _backend()
     dtype = _dtype(str(model.get("dtype") or "auto"), config, _stored_dtype(headers), backend, source)
-    return ModelFolder(path, str(model.name), revision, backend, dtype, context)
+    return ModelFolder(path, name, revision, backend, dtype, context)
 
 
 def load_tokenizer(folder: ModelFolder) -> TokenizerWrapper:
@@ -116,7 +124,7 @@ def load_tokenizer(folder: ModelFolder) -> TokenizerWrapper:
         ids = tokenizer.encode("The quick brown fox, 12345.")
     except Exception as error:  # tokenizers and transformers raise bare Exceptions for damaged files
         raise BadInput(
-            f"expected the files of a tokenizer in {folder.path}, got: {_short(error)}. Fetch the model again."
+            f"expected the files of a tokenizer in {folder.path}, got: {_short(error)}. {_remedy(folder.path)}"
         ) from error
     vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     beyond = [i for i in [*ids, *tokenizer.eos_token_ids] if vocabulary and i >= vocabulary]
@@ -124,7 +132,7 @@ def load_tokenizer(folder: ModelFolder) -> TokenizerWrapper:
         # MLX would read past the embedding table and go on with garbage.
         raise BadInput(
             f"expected a tokenizer with ids below vocab_size {vocabulary} in {folder.path}, got {beyond or 'no ids'}: "
-            "it belongs to another model. Fetch the model again."
+            f"it belongs to another model. {_remedy(folder.path)}"
         )
     return tokenizer
 
@@ -152,7 +160,7 @@ def load_model(folder: ModelFolder) -> tuple[nn.Module, TokenizerWrapper]:
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, FileNotFoundError) as error:
         raise BadInput(
             f"expected a model that mlx-lm can load in {folder.path}, got: {_short(error)}. "
-            "Fetch or convert the model again, or take another."
+            f"{_remedy(folder.path)} Or take another."
         ) from error
     return model, tokenizer
 
@@ -286,15 +294,22 @@ def _flush_to_disk(folder: Path) -> None:
 # -- whether it is whole -----------------------------------------------------------------------------------------------
 
 
+def _remedy(path: Path, otherwise: str = "Fetch the model again.") -> str:
+    """What to do about a model folder that is not whole; a converted one is known by the lock file beside it."""
+    if (path.parent / f".{path.name}.lock").exists():
+        return f"Delete {path} and run again; it is converted anew."
+    return otherwise
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise BadInput(f"expected the file {path.name} in {path.parent}, got none. Fetch the model again.") from error
+        raise BadInput(f"expected the file {path.name} in {path.parent}, got none. {_remedy(path.parent)}") from error
     except ValueError as error:
-        raise BadInput(f"expected JSON in {path}, got a damaged file ({error}). Fetch the model again.") from error
+        raise BadInput(f"expected JSON in {path}, got a damaged file ({error}). {_remedy(path.parent)}") from error
     if not isinstance(content, dict):
-        raise BadInput(f"expected a JSON object in {path}, got {type(content).__name__}. Fetch the model again.")
+        raise BadInput(f"expected a JSON object in {path}, got {type(content).__name__}. {_remedy(path.parent)}")
     return content
 
 
@@ -302,12 +317,13 @@ def _weight_files(path: Path) -> list[Path]:
     """The weight files that mlx-lm will load, sorted; every file that an index names must be there."""
     files = sorted(path.glob("model*.safetensors"))
     if not files:
-        raise BadInput(f"expected weights (model*.safetensors) in {path}, got none. Give a model in mlx-lm's format.")
+        remedy = _remedy(path, "Give a model in mlx-lm's format.")
+        raise BadInput(f"expected weights (model*.safetensors) in {path}, got none. {remedy}")
     index = path / "model.safetensors.index.json"
     if index.is_file():
         missing = sorted(set(_read_json(index).get("weight_map", {}).values()) - {file.name for file in files})
         if missing:
-            raise BadInput(f"expected {missing[0]} in {path} ({index.name} names it), got none. Fetch the model again.")
+            raise BadInput(f"expected {missing[0]} in {path} ({index.name} names it), got none. {_remedy(path)}")
     return files
 
 
@@ -322,18 +338,17 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         expected = 8 + length + max(entry["data_offsets"][1] for entry in tensors.values())
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise BadInput(f"expected a safetensors file, got {path}, which is damaged. Fetch the model again.") from None
+        raise BadInput(f"expected a safetensors file, got {path}, which is damaged. {_remedy(path.parent)}") from None
     if size != expected:
         raise BadInput(
-            f"expected {expected} bytes in {path}, got {size}: it is truncated or damaged. Fetch the model again (a "
-            "converted one: delete its folder)."
+            f"expected {expected} bytes in {path}, got {size}: it is truncated or damaged. {_remedy(path.parent)}"
         )
     return tensors
 
 
 def _check_tokenizer_files(path: Path) -> None:
     if not any((path / name).is_file() for name in _TOKENIZERS):
-        raise BadInput(f"expected a tokenizer ({' or '.join(_TOKENIZERS)}) in {path}, got none. Fetch the model again.")
+        raise BadInput(f"expected a tokenizer ({' or '.join(_TOKENIZERS)}) in {path}, got none. {_remedy(path)}")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (path / name).is_file():
             _read_json(path / name)
@@ -343,18 +358,20 @@ def _checksums(files: list[Path], record: Path) -> dict[Path, str]:
     """The SHA-256 of each file; taken from `record` where the size and the time of change are still those in it."""
     try:
         known = json.loads(record.read_text())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
+        known = {}
+    if not isinstance(known, dict):
         known = {}
     hashes, fresh = {}, {}
     for file in files:
         state = file.stat()
-        entry = known.get(str(file.absolute()))
-        if entry and entry["size"] == state.st_size and entry["mtime_ns"] == state.st_mtime_ns:
-            hashes[file] = str(entry["sha256"])
-        else:
-            hashes[file] = _sha256(file)
-            seen = {"size": state.st_size, "mtime_ns": state.st_mtime_ns, "sha256": hashes[file]}
-            fresh[str(file.absolute())] = seen
+        seen = {"size": state.st_size, "mtime_ns": state.st_mtime_ns}
+        match known.get(str(file.absolute())):
+            case {"sha256": str(digest), **rest} if rest == seen and re.fullmatch("[0-9a-f]{64}", digest):
+                hashes[file] = digest
+            case _:
+                hashes[file] = _sha256(file)
+                fresh[str(file.absolute())] = seen | {"sha256": hashes[file]}
     if fresh:
         # Renamed into place: a reader sees the old or the new one. Two writers at once cost a hash taken twice.
         part = record.with_name(f".{record.name}.{os.getpid()}")

@@ -22,6 +22,7 @@ from mlx_lm.models.cache import KVCache
 from keyformer import KeyformerKVCache, Policy
 
 log = logging.getLogger(__name__)
+_NOTES = ("scales", "seconds")
 
 
 class RecordedAttention(KVCache):
@@ -71,11 +72,10 @@ class PrefillStore:
     def prompt(self, model: Any, tokens: list[int]) -> Prompt:
         """The stored prompt, or the model's work on it now (inside `keyformer.attached`)."""
         key = _digest(self.identity, self.step, tokens)
-        loaded = self._load(f"{key}.safetensors")
+        loaded = self._load(f"{key}.safetensors", [f"{name}{i}" for name in "qkv" for i, _ in enumerate(model.layers)])
         if loaded is not None:
             arrays, about = loaded
-            layers = range(len(about["scales"]))
-            queries, keys, values = ([arrays[f"{name}{i}"] for i in layers] for name in ("q", "k", "v"))
+            queries, keys, values = ([arrays[f"{name}{i}"] for i, _ in enumerate(model.layers)] for name in "qkv")
             return Prompt(key, queries, keys, values, about["scales"], about["seconds"])
         started = time.perf_counter()
         caches = [RecordedAttention() for _ in model.layers]
@@ -106,7 +106,8 @@ class PrefillStore:
                 cache.set_prompt(keys, values)
             return
         name = f"{prompt.key}-{_digest(_scoring(policy), caches[0].score_bytes)}.safetensors"
-        loaded = self._load(name)
+        kinds = "sm" if policy.window else "s"
+        loaded = self._load(name, [f"{kind}{i}" for kind in kinds for i, _ in enumerate(caches)])
         if loaded is not None:
             arrays, _ = loaded
             for i, cache in enumerate(caches):
@@ -122,9 +123,10 @@ class PrefillStore:
                 mx.eval(cache.observe(prompt.queries[i][:, :, rows], seen, scale=prompt.scales[i], mask=mask))
         scored = {f"s{i}": c.scores[..., :n] for i, c in enumerate(caches) if c.scores is not None}
         scored |= {f"m{i}": c.masses[:, :, :n] for i, c in enumerate(caches) if c.masses is not None}
-        self._save(name, scored, {})
+        self._save(name, scored, {"scales": prompt.scales, "seconds": prompt.seconds})
 
-    def _load(self, name: str) -> tuple[dict[str, mx.array], dict[str, Any]] | None:
+    def _load(self, name: str, wanted: list[str]) -> tuple[dict[str, mx.array], dict[str, Any]] | None:
+        """Arrays and notes of a file that holds what is wanted; None, and no file, otherwise."""
         path = self.folder / name
         if not path.is_file():
             return None
@@ -132,8 +134,11 @@ class PrefillStore:
             loaded: Any = mx.load(str(path), return_metadata=True)
             arrays, metadata = loaded
             os.utime(path)
-            return arrays, json.loads(metadata["about"])
-        except (RuntimeError, OSError, KeyError, ValueError) as error:
+            about = json.loads(metadata["about"])
+            if missing := [w for w in wanted if w not in arrays] + [w for w in _NOTES if w not in about]:
+                raise KeyError(", ".join(missing[:3]))
+            return arrays, about
+        except (RuntimeError, OSError, KeyError, TypeError, ValueError) as error:
             log.warning("Stored prefill %s is unreadable (%s); computing it again.", path.name, error)
             path.unlink(missing_ok=True)
             return None

@@ -33,7 +33,17 @@ from rich.table import Table
 from scipy import stats
 
 from pipeline.errors import BadInput
-from pipeline.tracking import Sweep, TrackingUnreachable, embedded_config, is_fraction, resolve_uri, talking_to
+from pipeline.tracking import (
+    OUTPUTS,
+    Sweep,
+    TrackingUnreachable,
+    cannot_write,
+    check_folder,
+    embedded_config,
+    is_fraction,
+    resolve_uri,
+    talking_to,
+)
 
 if TYPE_CHECKING:  # at run time mlflow comes through tracking, which sets its time limits before importing it
     from mlflow.entities import Run
@@ -239,7 +249,8 @@ def _read_samples(client: MlflowClient, run: Run, cell: _Cell) -> str | None:
     """Put the run's per-item values into the cell; returns what is wrong with them, if anything."""
     with tempfile.TemporaryDirectory() as temporary:
         try:
-            table = json.loads(Path(client.download_artifacts(run.info.run_id, "samples.json", temporary)).read_text())
+            local = Path(client.download_artifacts(run.info.run_id, "samples.json", temporary))
+            table = json.loads(local.read_text(encoding="utf-8"))
             columns, data = table["columns"], table["data"]
             item, accuracy = columns.index("doc_id"), columns.index("accuracy")
         except (OSError, ValueError, KeyError) as error:
@@ -513,7 +524,7 @@ def _failures(rows: Sequence[Mapping[str, Any]]) -> str:
 def _draw_budget(rows: Sequence[Mapping[str, Any]], experiment: str) -> Figure:
     panels = _panels(rows, perplexity=True)
     title = f"{experiment}: quality over the budget of the KV cache"
-    figure, upper, axes = _canvas(panels, title, _caption(rows) + _failures(rows))
+    figure, upper, axes = _canvas(panels, title, _caption(rows, panels) + _failures(rows))
     policies = list(dict.fromkeys(row["policy"] for row in rows if row["budget"] != "full"))
     for axis, (task, quantity) in zip(axes, panels, strict=True):
         shown = [row for row in rows if row["task"] == task and row[quantity] is not None]
@@ -561,7 +572,7 @@ def _draw_memory(rows: Sequence[Mapping[str, Any]], experiment: str) -> Figure:
     peak = f" KV cache at the prefill peak, before eviction: {', '.join(prefill)}." if prefill else ""
     title = f"{experiment}: accuracy over KV memory while decoding"
     beside = " Points of equal memory are drawn side by side."
-    figure, upper, axes = _canvas(panels, title, _caption(rows) + beside + peak + _failures(rows))
+    figure, upper, axes = _canvas(panels, title, _caption(rows, panels) + beside + peak + _failures(rows))
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     for axis, (task, quantity) in zip(axes, panels, strict=True):
         shown = [row for row in rows if row["task"] == task and row[quantity] is not None]
@@ -585,10 +596,19 @@ def _draw_memory(rows: Sequence[Mapping[str, Any]], experiment: str) -> Figure:
     return figure
 
 
-def _caption(rows: Sequence[Mapping[str, Any]]) -> str:
+def _caption(rows: Sequence[Mapping[str, Any]], panels: Sequence[tuple[str, str]]) -> str:
+    banded = any(  # as _reference draws it
+        row["task"] == task
+        and row["budget"] == "full"
+        and row[quantity] is not None
+        and row[f"{quantity}_low"] is not None
+        for row in rows
+        for task, quantity in panels
+    )
     counts = sorted({(row["items"], row["seeds"]) for row in rows if row["items"]})
     items = " to ".join(str(n) for n in sorted({counts[0][0], counts[-1][0]}))
-    return f"Bars and band: 95 % intervals over {items} items per point, each item averaged over its seeds."
+    marks = "Bars and band" if banded else "Bars"
+    return f"{marks}: 95 % intervals over {items} items per point, each item averaged over its seeds."
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -619,15 +639,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m pipeline.report", description="Print the table of the latest sweep."
     )
     parser.add_argument("--experiment", help="the experiment's name; default: the one that ran last")
-    parser.add_argument(
-        "--outputs", type=Path, default=Path("outputs"), help="where the embedded server and the reports live"
-    )
+    parser.add_argument("--outputs", type=Path, default=OUTPUTS, help="where the embedded server and the reports live")
     options = parser.parse_args(arguments)
     try:
+        check_folder(options.outputs)
         sweep = latest_sweep(resolve_uri(embedded_config(), options.outputs), options.experiment)
         result = report(sweep, options.outputs / "reports" / sweep.sweep_key)
     except (BadInput, TrackingUnreachable) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {cannot_write(options.outputs, error)}", file=sys.stderr)
         return 2
     console = Console()
     console.print(result.table)

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.console import Console
 
 from keyformer import Policy, make_policy
 
 from . import models, tracking
-from .errors import BadInput
-from .generate import generate, unanswered
+from .errors import BadInput, interrupted
+from .generate import check_responses, generate, no_space, read_back
 from .language_model import KeyformerLM
 from .load import load, read_requests
 from .prefill import PrefillStore
@@ -46,21 +46,26 @@ class StopSweep(BaseException):
 
 def validate(cfg: DictConfig) -> Policy:
     """The job's policy, or BadInput for a value that cannot work. Nothing is written."""
-    unknown = [s for s in cfg.stages if s not in STAGES]
-    if unknown or not cfg.stages:
-        raise BadInput(f"stages: expected some of {', '.join(STAGES)}, got {list(cfg.stages)}.")
+    if not isinstance(cfg.stages, ListConfig) or not cfg.stages or any(s not in STAGES for s in cfg.stages):
+        raise BadInput(f"stages: expected a list of some of {', '.join(STAGES)}, got {cfg.stages!r}.")
+    for name in ("outputs", "experiment_name"):
+        if not isinstance(cfg[name], str) or not cfg[name].strip():
+            raise BadInput(
+                f"{name}: expected a name in quotes, got {cfg[name]!r}; e.g. {name}=\\'{cfg[name] or 'mine'}\\'"
+            )
+    for name in ("generate", "model", "policy", "task", "tracking"):
+        if not isinstance(cfg[name], DictConfig):
+            raise BadInput(f"{name}: expected options, got {cfg[name]!r}; choose a file with {name}=<choice>.")
     if cfg.prefill not in ("full", "chunked"):
         raise BadInput(f"prefill: expected 'full' or 'chunked', got {cfg.prefill!r}.")
     for name, least in (("prefill_step_size", 1), ("batch_size", 1), ("share_prefill_gb", 0)):
         value = cfg.generate[name]
         whole = isinstance(value, int) or (name == "share_prefill_gb" and isinstance(value, float))
-        if isinstance(value, bool) or not whole or value < least:
-            raise BadInput(f"generate.{name}: expected a number of at least {least}, got {value!r}.")
+        if isinstance(value, bool) or not whole or not least <= value <= 10**9:
+            raise BadInput(f"generate.{name}: expected a number from {least} to 10**9, got {value!r}.")
     port = cfg.tracking.port
     if port is not None and (type(port) is not int or not 1 <= port <= 65535):
         raise BadInput(f"tracking.port: expected a whole number from 1 to 65535, got {port!r}.")
-    if not isinstance(cfg.experiment_name, str) or not cfg.experiment_name.strip():
-        raise BadInput(f"experiment_name: expected a name, got {cfg.experiment_name!r}.")
     seed = cfg.seed
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise BadInput(f"seed: expected a whole number of at least 0, got {seed!r}.")
@@ -68,10 +73,11 @@ def validate(cfg: DictConfig) -> Policy:
     assert isinstance(choices, dict)
     try:
         policy = make_policy(**{**{str(k): v for k, v in choices.items()}, "seed": seed or 0})
-        if policy.evicts:
-            budget = cfg.budget
-            if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        budget = cfg.budget
+        if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+            if policy.evicts or budget is not None:
                 raise ValueError(f"budget: expected a fraction in (0, 1] or a whole number of rows, got {budget!r}.")
+        elif policy.evicts:
             if isinstance(budget, float):
                 policy.budget_rows(budget, 1)
             else:
@@ -165,7 +171,15 @@ def run_job(cfg: DictConfig) -> dict[str, float]:
     except BadInput as error:
         _say(cfg, name, f"[red]stopped[/]: {error}", started)
         raise StopSweep(str(error)) from error
+    except OSError as error:
+        what = no_space(error, folder)
+        if what is error:
+            _say(cfg, name, f"[red]failed[/]: {type(error).__name__}: {error}", started)
+            raise
+        raise StopSweep(str(what)) from error
     except Exception as error:
+        if interrupted.is_set():
+            raise KeyboardInterrupt from error
         _say(cfg, name, f"[red]failed[/]: {type(error).__name__}: {error}", started)
         raise
     except KeyboardInterrupt:
@@ -199,14 +213,15 @@ def _run_stages(cfg: DictConfig, folder: Path, name: str) -> dict[str, float]:
         if "generate" in cfg.stages:
             clock = time.perf_counter()
             requests = read_requests(data / "requests.jsonl")
-            answered = not unanswered(data / "requests.jsonl", folder / "responses.jsonl")
-            if not (answered and (folder / "telemetry.json").is_file()):
-                model, tokenizer = loaded_model(model_folder)
+            missing, unusable = check_responses(data / "requests.jsonl", folder / "responses.jsonl")
+            if missing or unusable or not (folder / "telemetry.json").is_file():
+                model, tokenizer = loaded_model(model_folder) if missing else (None, None)
                 lm = language_model(cfg, model_folder, model, tokenizer)
                 generate(lm, requests, folder, run.progress if run else lambda done: None)
                 times["generate"] = times.get("generate", 0.0) + time.perf_counter() - clock
         if "score" in cfg.stages:
             clock = time.perf_counter()
+            read_back(folder / "responses.jsonl", read_requests(data / "requests.jsonl"))
             scored = score(cfg.task, data, folder / "responses.jsonl")
             times["score"] = time.perf_counter() - clock
             _write(
@@ -223,7 +238,7 @@ def _run_stages(cfg: DictConfig, folder: Path, name: str) -> dict[str, float]:
         return dict(_read_json(folder / "score.json").get("metrics", {}))
     except BaseException as error:
         if run is not None:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not interrupted.is_set():
                 _write(folder / "failure.txt", traceback.format_exc())
                 run.fail(f"{type(error).__name__}: {error}")
             else:
@@ -322,7 +337,12 @@ def _chip() -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    """What a side file says; nothing when it is missing or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write(path: Path, text: str) -> None:

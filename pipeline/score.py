@@ -89,13 +89,13 @@ def score(task_cfg: Any, data: Path, responses: Path) -> Score:
     try:
         about = json.loads((data / "data.json").read_text(encoding="utf-8"))
         docs = [json.loads(line) for line in (data / "docs.jsonl").open(encoding="utf-8")]
-        requests = read_requests(data / "requests.jsonl")
-    except (OSError, json.JSONDecodeError, TypeError) as error:
+        requests, origin = read_requests(data / "requests.jsonl"), about["origin"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise BadInput(
             f"expected a folder of the load stage at {data}, got: {error}; run stages=[load,generate,score]"
         ) from error
     answers = _match(requests, responses)
-    task = tasks.rebuild(cfg, about["origin"], docs)
+    task = tasks.rebuild(cfg, origin, docs)
     # The prompts are on disk: lm-eval need not build them again, so no tokenizer, template or few-shot example is used.
     setattr(task, "build_all_requests", partial(_instances, task, requests, docs))  # noqa: B010  mypy refuses the plain form
     with quiet():
@@ -107,12 +107,12 @@ def _match(requests: list[Request], path: Path) -> dict[tuple[int, int], list[An
     """The responses of the file in the order of the requests."""
     stored: dict[str, Any] = {}
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:  # bytes: a line that is no UTF-8 is told by its number
             for number, line in enumerate(lines, 1):
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.decode())
                     stored[row["id"]] = row["response"]
-                except (json.JSONDecodeError, KeyError, TypeError) as error:
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
                     raise BadInput(
                         f"expected a response in line {number} of {path}, got a corrupt line; "
                         "run the generate stage again, which redoes it"
@@ -236,11 +236,7 @@ def _primary(cfg: Any, task: Task, keys: list[tuple[str, str]]) -> tuple[str, st
     if cfg.primary is None:
         better = task.higher_is_better()
         return next((key for key in keys if better.get(key[0], True)), None)
-    fitting = [key for key in keys if cfg.primary in (key[0], f"{key[0]},{key[1]}", f"{key[0]}/{key[1]}")]
-    if len(fitting) != 1:
-        known = ", ".join(metric if key == "none" else f"'{metric},{key}'" for metric, key in keys)
-        raise BadInput(f"expected task.primary to be one metric of {cfg.name!r} ({known}), got {cfg.primary!r}")
-    return fitting[0]
+    return tasks.primary_of(cfg, keys)
 
 
 def _per_item(value: Any, aggregation: Any) -> float | None:

@@ -14,13 +14,16 @@ again changes nothing.
 
 import argparse
 import csv
+import errno
 import fcntl
 import gzip
+import http.client
 import json
 import logging
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -49,6 +52,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run,
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from omegaconf import OmegaConf
+from requests.exceptions import RequestException
 
 from pipeline import embedded_server
 from pipeline.errors import BadInput
@@ -56,18 +60,26 @@ from pipeline.errors import BadInput
 LEASE_S = 60.0  # a run whose lease is older than this is dead
 BEAT_S = 10.0  # how often a living job renews it
 PARAM_CHARS = 500
+OUTPUTS = Path("outputs")  # the default, also in conf/config.yaml
+# Answers that say the server is ill, or not ours to use; MLflow has retried the first two kinds by then.
+SERVER_FAULTS = {
+    *("TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED", "ENDPOINT_NOT_FOUND"),
+    *("UNAUTHENTICATED", "PERMISSION_DENIED"),
+}
 EMBEDDED_CONFIG = Path(__file__).parent.parent / "conf" / "tracking" / "embedded.yaml"
 
 log = logging.getLogger(__name__)
 
 
 class TrackingUnreachable(RuntimeError):
-    """No MLflow server answers. Nothing is lost: generate anyway, publish later (the message says how)."""
+    """No MLflow server answers, or it cannot do its work. Nothing is lost: the message says how to publish later."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, outputs: Path | None = None) -> None:
+        here = outputs is None or outputs.resolve() == OUTPUTS.resolve()
+        where = "" if here else f" --outputs {shlex.quote(str(outputs))}"
         super().__init__(
             f"expected an MLflow server, got none: {reason}. Jobs can run without it: publish them later "
-            "with `python -m pipeline.tracking publish`, or set MLFLOW_TRACKING_URI to another server"
+            f"with `.venv/bin/python -m pipeline.tracking publish{where}`, or set MLFLOW_TRACKING_URI to another server"
         )
 
 
@@ -89,28 +101,71 @@ def resolve_uri(tracking_cfg: Any, outputs: Path, *, start: bool = True) -> str:
     """The tracking address: MLFLOW_TRACKING_URI, else `tracking.uri`, else the embedded server of `outputs`.
 
     tracking_cfg: conf/tracking/*.yaml ({uri, host, port}). start=False only looks and raises TrackingUnreachable if the
-    embedded server is down. Raises BadInput when neither an address nor a host to start a server on is given.
+    embedded server is down. Raises BadInput for an address, host, port or folder that cannot work, and when neither an
+    address nor a host to start a server on is given.
     """
-    if uri := os.environ.get("MLFLOW_TRACKING_URI") or tracking_cfg["uri"]:
-        return str(uri).rstrip("/")
-    if not tracking_cfg["host"]:
+    if given := os.environ.get("MLFLOW_TRACKING_URI"):
+        return _server_address("MLFLOW_TRACKING_URI", given)
+    if tracking_cfg["uri"] not in (None, ""):
+        return _server_address("tracking.uri", tracking_cfg["uri"])
+    if tracking_cfg["host"] in (None, ""):
         raise BadInput(
             "expected tracking.uri or MLFLOW_TRACKING_URI for tracking=server, got neither: "
             "add tracking.uri=http://host:port, or use tracking=embedded"
         )
+    host, port = _own_host(tracking_cfg["host"]), tracking_cfg["port"]
+    if type(port) is not int or not 1 <= port <= 65535:
+        raise BadInput(f"tracking.port: expected a whole number from 1 to 65535, got {port!r}: set it to 5050, say")
     for name in ("no_proxy", "NO_PROXY"):  # a company proxy must not be asked for this machine
-        os.environ[name] = ",".join(filter(None, [os.environ.get(name), str(tracking_cfg["host"])]))
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), host]))
     folder = outputs / "mlflow"
     if not start:
         if address := embedded_server.running(folder):
             return address
         raise TrackingUnreachable(
-            f"the embedded server of {outputs} is not running (`python -m pipeline.tracking start`)"
+            f"the embedded server of {outputs} is not running (`.venv/bin/python -m pipeline.tracking start`)", outputs
         )
     try:
-        return embedded_server.start(folder, str(tracking_cfg["host"]), int(tracking_cfg["port"]))
+        return embedded_server.start(folder, host, port)
     except embedded_server.ServerFailed as error:
-        raise TrackingUnreachable(str(error)) from error
+        raise TrackingUnreachable(str(error), outputs) from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise TrackingUnreachable(f"the MLflow server could not be started: {error}", outputs) from error
+        raise BadInput(
+            f"expected a folder that can be written for the MLflow server, got {folder} ({error.strerror or error}): "
+            "choose another outputs folder, or set MLFLOW_TRACKING_URI to a running server"
+        ) from error
+
+
+def _server_address(setting: str, given: Any) -> str:
+    """`given` without a slash at its end, if it is http(s)://host[:port]: health check, jobs and links go there."""
+    if isinstance(given, str):
+        form = re.fullmatch(r"(https?://(?:[\w.-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?)/*", given, re.ASCII)
+        if form and 1 <= int(form[2] or 1) <= 65535:
+            return form[1]
+    shown = re.sub(r"//[^/@]*@", "//***@", given) if isinstance(given, str) else given
+    raise BadInput(
+        f"{setting}: expected the address of an MLflow server, http://host:port or https://host:port without anything "
+        f"behind it, got {shown!r}: change it to such an address (user and password go to MLFLOW_TRACKING_USERNAME and "
+        "MLFLOW_TRACKING_PASSWORD), or leave it out and use tracking=embedded"
+    )
+
+
+def _own_host(host: Any) -> str:
+    """`host` if a server on this machine can listen there."""
+    try:
+        if not isinstance(host, str):
+            raise ValueError("not a text")
+        address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
+        with socket.socket() as listener:
+            listener.bind((address, 0))
+        return host
+    except (OSError, ValueError) as error:
+        raise BadInput(
+            f"tracking.host: expected a name or an IPv4 address of this machine, got {host!r} ({error}): "
+            "set it to 127.0.0.1, or give a server elsewhere as tracking=server tracking.uri=http://host:port"
+        ) from error
 
 
 def reachable(uri: str) -> bool:
@@ -119,8 +174,6 @@ def reachable(uri: str) -> bool:
 
 
 def _why_unreachable(uri: str) -> str | None:
-    if not uri.startswith(("http://", "https://")):
-        return None  # a database address: no server to ask
     reason = ""
     for _ in range(2):
         try:
@@ -129,22 +182,38 @@ def _why_unreachable(uri: str) -> str | None:
         except urllib.error.HTTPError as error:
             hint = " (the server's --allowed-hosts must name this address)" if error.code == 403 else ""
             return f"{uri}/health answers {error.code}{hint}"
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = f"{uri} does not answer ({getattr(error, 'reason', error)})"
     return reason
 
 
 @contextmanager
-def talking_to(uri: str) -> Iterator[MlflowClient]:
-    """A client for `uri`; a server that is or goes away in between becomes TrackingUnreachable."""
+def talking_to(uri: str, outputs: Path | None = None) -> Iterator[MlflowClient]:
+    """A client for `uri`; a server that is or goes away, or cannot do its work, becomes TrackingUnreachable.
+
+    outputs: the folder of the jobs at hand, for the message.
+    """
     if reason := _why_unreachable(uri):
-        raise TrackingUnreachable(reason)
+        raise TrackingUnreachable(reason, outputs)
     try:
         yield MlflowClient(tracking_uri=uri)
-    except (MlflowException, OSError) as error:  # requests' exceptions are OSErrors
-        if reason := _why_unreachable(uri):
-            raise TrackingUnreachable(reason) from error
+    except (MlflowException, OSError, http.client.HTTPException) as error:  # requests' exceptions are OSErrors
+        reason = _why_unreachable(uri)
+        if reason is None and _servers_fault(error):
+            reason = f"{uri} answers, but cannot do its work ({' '.join(str(error).split())[:300]})"
+        if reason:
+            raise TrackingUnreachable(reason, outputs) from error
         raise
+
+
+def _servers_fault(error: Exception) -> bool:
+    """Whether the server or the way to it failed, not what we asked for or a file of ours."""
+    if isinstance(error, MlflowException):
+        return error.error_code in SERVER_FAULTS
+    if isinstance(error, RequestException):
+        status = None if error.response is None else error.response.status_code
+        return status is None or status >= 500 or status in (401, 403, 429)
+    return isinstance(error, ConnectionError | TimeoutError | http.client.HTTPException)
 
 
 # --- the parent run -------------------------------------------------------------------------------------------------
@@ -153,22 +222,57 @@ def talking_to(uri: str) -> Iterator[MlflowClient]:
 def open_sweep(uri: str, experiment_name: str, sweep_key: str, params: Mapping[str, Any]) -> Sweep:
     """Find the parent run of `sweep_key` again, or create it (and the experiment); it is RUNNING afterwards.
 
-    params: what the sweep as a whole is (nested is fine); logged once. Raises TrackingUnreachable.
+    It has a lease as jobs have, renewed by a thread of this process until close_sweep. Whatever else in the experiment
+    is still RUNNING but dead becomes KILLED. params: what the sweep as a whole is (nested is fine); logged once. Raises
+    TrackingUnreachable.
     """
     with talking_to(uri) as client:
         experiment_id = _experiment(client, experiment_name)
         ours = f"tags.kind = 'sweep' and tags.sweep_key = '{sweep_key}'"
         parents = _search(client, experiment_id, ours)
         if not parents:
-            name = f"sweep {experiment_name} {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}"
-            created = _create(client, experiment_id, name, {"kind": "sweep", "sweep_key": sweep_key})
-            parents = _search(client, experiment_id, ours)  # another driver may have done the same: all take the first
-            if _first(parents).info.run_id != created.info.run_id:
-                client.delete_run(created.info.run_id)
+            with _one_of_us_at_a_time():
+                parents = _search(client, experiment_id, ours)
+                if not parents:
+                    name = f"sweep {experiment_name} {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}"
+                    tags = {"kind": "sweep", "sweep_key": sweep_key} | _signs_of_life()
+                    created = _create(client, experiment_id, name, tags)
+                    parents = _search(client, experiment_id, ours)  # another machine may have done the same
+                    if _first(parents).info.run_id != created.info.run_id:  # all take the first
+                        client.delete_run(created.info.run_id)
         parent = _first(parents)
-        client.update_run(parent.info.run_id, status="RUNNING")
+        run_id = parent.info.run_id
+        client.log_batch(run_id, tags=[RunTag(*tag) for tag in _signs_of_life().items()])
+        client.update_run(run_id, status="RUNNING")
         _log_params(client, parent, params)
-        return Sweep(uri, experiment_id, parent.info.run_id, experiment_name, sweep_key)
+        _bury_the_dead(client, experiment_id, run_id)
+        if (uri, run_id) not in _leases or not _leases[uri, run_id].alive():
+            _leases[uri, run_id] = JobRun(uri, run_id)
+        return Sweep(uri, experiment_id, run_id, experiment_name, sweep_key)
+
+
+_leases: dict[tuple[str, str], "JobRun"] = {}  # of the parents that this process has opened
+
+
+@contextmanager
+def _one_of_us_at_a_time() -> Iterator[None]:
+    """A lock among the processes and threads of this user on this machine: MLflow has nothing that is unique by key."""
+    with open(Path(tempfile.gettempdir()) / f"keyformer-{os.getuid()}.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _bury_the_dead(client: MlflowClient, experiment_id: str, opened: str) -> None:
+    """End the RUNNING jobs and sweeps of the experiment whose process is gone, except for the sweep just opened."""
+    parents_at_work = {opened}
+    for run in _search(client, experiment_id, "tags.kind = 'job' and attributes.status = 'RUNNING'"):
+        if _dead(run, mine=False):
+            _end(client, run.info.run_id, "KILLED", "the attempt died: its lease was not renewed")
+        else:
+            parents_at_work.add(run.data.tags.get("mlflow.parentRunId", ""))
+    for run in _search(client, experiment_id, "tags.kind = 'sweep' and attributes.status = 'RUNNING'"):
+        if run.info.run_id not in parents_at_work and _dead(run, mine=False):
+            _end(client, run.info.run_id, "KILLED", "the command that ran the sweep died before it could close it")
 
 
 def finished(sweep: Sweep, keys: Iterable[str]) -> dict[str, str]:
@@ -196,6 +300,8 @@ def close_sweep(sweep: Sweep, status: str, files: Sequence[Path] | None = None) 
     """
     if status not in ("FINISHED", "FAILED", "KILLED"):
         raise ValueError(f"expected status FINISHED, FAILED or KILLED, got {status!r}")
+    if lease := _leases.pop((sweep.uri, sweep.run_id), None):
+        lease.let_go()
     with talking_to(sweep.uri) as client:
         children = _search(
             client, sweep.experiment_id, f"tags.kind = 'job' and tags.sweep_key LIKE '%{sweep.sweep_key}%'"
@@ -246,7 +352,7 @@ def _experiment(client: MlflowClient, name: str) -> str:
 
 def _curves(summary: Path, timestamp: int) -> list[Metric]:
     """Accuracy over budget as step metrics: the UI's default chart draws the lines; `full` runs along all steps."""
-    with open(summary, newline="") as lines:
+    with open(summary, newline="", encoding="utf-8") as lines:
         rows = [row for row in csv.DictReader(lines) if row["accuracy"]]
     steps: dict[str, set[int]] = {}
     for row in rows:
@@ -288,7 +394,7 @@ def _log_accuracy_vs_full(client: MlflowClient, runs: Sequence[Run]) -> None:
 
 
 class JobRun:
-    """A RUNNING job run, kept alive by a background thread until it is ended by publish_job, fail, kill or close.
+    """A RUNNING run (a job's, or its sweep's), kept alive by a background thread until it is ended or closed.
 
     The thread renews the lease every BEAT_S (one request may take longer than a lease) and posts the last `progress`,
     so the job itself never waits for the server. It stops by itself once the run is no longer RUNNING.
@@ -321,6 +427,14 @@ class JobRun:
             self._stop.set()
             self._thread.join()
             self._beat()
+
+    def let_go(self) -> None:
+        """Stop renewing the lease, without waiting for the server."""
+        self._stop.set()
+
+    def alive(self) -> bool:
+        """Whether the lease is still being renewed."""
+        return self._thread.is_alive() and not self._stop.is_set()
 
     def _end(self, status: str, reason: str) -> None:
         self.close()
@@ -356,7 +470,7 @@ def start_job(sweep: Sweep, folder: Path) -> JobRun:
 
     Dead attempts of the same key become KILLED; an attempt alive elsewhere is left alone. Raises TrackingUnreachable.
     """
-    with talking_to(sweep.uri) as client:
+    with talking_to(sweep.uri, _outputs_of(folder)) as client:
         run = _open_job(client, sweep, folder, start_ms=None)
         return JobRun(sweep.uri, run.info.run_id)
 
@@ -373,7 +487,8 @@ def publish_job(sweep: Sweep, folder: Path) -> str:
     if not (folder / "score.json").is_file():
         raise BadInput(f"expected a scored job in {folder}, got no score.json: run the job's stages up to score first")
     config_ms, end_ms = (int((folder / name).stat().st_mtime * 1000) for name in ("job.json", "score.json"))
-    with talking_to(sweep.uri) as client, open(folder / "publish.lock", "w") as lock:
+    lock_file = folder / "publish.lock"
+    with talking_to(sweep.uri, _outputs_of(folder)) as client, open(lock_file, "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         own = _own_attempt(client, folder)
         done = _finished_run(client, sweep, job["key"])
@@ -393,17 +508,21 @@ def publish_job(sweep: Sweep, folder: Path) -> str:
     return run_id
 
 
+def _outputs_of(job_folder: Path) -> Path:
+    return job_folder.parent.parent
+
+
 def _scored_again(folder: Path, done: Run) -> bool:
     """Whether this folder, which is what `done` shows, was scored again after it was published."""
     note = folder / "published.json"
-    if _read_json(note, {}).get("run_id") != done.info.run_id:
+    if _noted(note).get("run_id") != done.info.run_id:
         return False
     return note.stat().st_mtime_ns < (folder / "score.json").stat().st_mtime_ns
 
 
 def _job(folder: Path) -> dict[str, Any]:
     try:
-        job: dict[str, Any] = json.loads((folder / "job.json").read_text())
+        job: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
         for name in ("key", "name", "experiment_name", "sweep_key"):
             if not isinstance(job[name], str):
                 raise TypeError(name)
@@ -423,8 +542,7 @@ def _open_job(client: MlflowClient, sweep: Sweep, folder: Path, start_ms: int | 
             _end(client, earlier.info.run_id, "KILLED", "the attempt died: its lease was not renewed")
     described = {name: str(job.get(name)) for name in ("host", "chip", "git_commit")}
     links = {"kind": "job", "key": job["key"], "sweep_key": sweep.sweep_key, "mlflow.parentRunId": sweep.run_id}
-    alive = {"lease": str(int(time.time())), "process": f"{socket.gethostname()}:{os.getpid()}"}
-    run = _create(client, sweep.experiment_id, job["name"], described | links | alive, start_ms)
+    run = _create(client, sweep.experiment_id, job["name"], described | links | _signs_of_life(), start_ms)
     _write_json(folder / "attempt.json", {"run_id": run.info.run_id, "attempt": run.data.tags["attempt"]})
     _log_params(client, run, _params(folder, job))
     return run
@@ -432,13 +550,13 @@ def _open_job(client: MlflowClient, sweep: Sweep, folder: Path, start_ms: int | 
 
 def _own_attempt(client: MlflowClient, folder: Path) -> Run | None:
     """The run that start_job opened for this folder, if it still is RUNNING there."""
-    try:
-        noted = json.loads((folder / "attempt.json").read_text())
-        run = client.get_run(noted["run_id"])
-    except (OSError, ValueError, KeyError, TypeError):
+    noted = _noted(folder / "attempt.json")
+    if not isinstance(noted.get("run_id"), str):
         return None
+    try:
+        run = client.get_run(noted["run_id"])
     except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise
         return None  # opened on another server
     alive = run.info.status == "RUNNING" and run.info.lifecycle_stage == "active"
@@ -564,19 +682,35 @@ def _end(client: MlflowClient, run_id: str, status: str, reason: str) -> None:
     client.set_terminated(run_id, status)
 
 
-def _dead(run: Run) -> bool:
-    """Whether a RUNNING run's attempt is gone: no lease for LEASE_S, or a process of this machine that ended.
+def _signs_of_life() -> dict[str, str]:
+    """The tags by which _dead judges a RUNNING run."""
+    return {"lease": str(int(time.time())), "process": f"{socket.gethostname()}:{os.getpid()}"}
 
-    An attempt that this very process left RUNNING is dead as well: jobs run one at a time, and this one is not running.
+
+def _dead(run: Run, *, mine: bool = True) -> bool:
+    """Whether a RUNNING run's attempt is gone: a process of this machine that ended, or no lease for LEASE_S.
+
+    mine: an attempt that this very process left RUNNING is dead as well, as where a job begins: jobs run one at a time,
+    and this one is not running. A sweep lives as long as its process on this machine does.
     """
     tags = run.data.tags
-    host, _, pid = tags.get("process", "").rpartition(":")
-    if host == socket.gethostname() and pid.isdigit() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
-        return True
     try:
         lease = float(tags["lease"])
     except (KeyError, ValueError):
         lease = run.info.start_time / 1000
+    host, _, pid = tags.get("process", "").rpartition(":")
+    if host == socket.gethostname() and pid.isdigit():
+        if int(pid) == os.getpid() and mine:
+            return True
+        try:
+            if psutil.Process(int(pid)).create_time() > lease + 5:  # the number belongs to another process now
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.Error:
+            pass  # it is there, and somebody else's
+        if tags.get("kind") == "sweep":
+            return False
     return time.time() - lease > LEASE_S
 
 
@@ -649,6 +783,15 @@ def _read_json(path: Path, default: Any) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else default
 
 
+def _noted(path: Path) -> dict[str, Any]:
+    """What we noted in a file; nothing if it is absent, empty (a crash of the machine) or not ours."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def _write_json(path: Path, content: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
@@ -663,6 +806,20 @@ def embedded_config() -> Any:
     return OmegaConf.load(EMBEDDED_CONFIG)
 
 
+def check_folder(outputs: Path) -> None:
+    """Raises BadInput unless `outputs` is a folder: a mistyped one must not come into being."""
+    if not outputs.is_dir():
+        raise BadInput(
+            f"expected the outputs folder of a sweep, got {outputs}, which is no folder: correct --outputs, or run "
+            "`make sweep` first"
+        )
+
+
+def cannot_write(outputs: Path, error: OSError) -> BadInput:
+    """The message for a folder that is read-only, full or no folder."""
+    return BadInput(f"expected to read and write files in {outputs}, got {error}: choose another folder with --outputs")
+
+
 def publish_all(uri: str, outputs: Path) -> int:
     """Publish every finished, unpublished job folder under `outputs`/jobs; returns how many could not be.
 
@@ -673,7 +830,7 @@ def publish_all(uri: str, outputs: Path) -> int:
     sweeps: dict[tuple[str, str], list[Path]] = {}
     failed = 0
     for scored in sorted((outputs / "jobs").glob("*/score.json")):
-        if not (scored.parent / "published.json").exists():
+        if not _noted(scored.parent / "published.json").get("run_id"):
             try:
                 job = _job(scored.parent)
                 sweeps.setdefault((job["experiment_name"], job["sweep_key"]), []).append(scored.parent)
@@ -686,7 +843,7 @@ def publish_all(uri: str, outputs: Path) -> int:
         for folder in folders:
             try:
                 print(f"published {folder.name} as {publish_job(sweep, folder)}")
-            except (BadInput, OSError, ValueError, KeyError) as error:
+            except (BadInput, MlflowException, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 print(f"not published: {folder}: {error}", file=sys.stderr)
                 broken += 1
         result = report(sweep, outputs / "reports" / sweep_key)
@@ -706,15 +863,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "command", choices=["uri", "start", "stop", "publish"], help="publish: all finished jobs not there yet"
     )
-    parser.add_argument(
-        "--outputs", type=Path, default=Path("outputs"), help="the folder of jobs and of the embedded server"
-    )
+    parser.add_argument("--outputs", type=Path, default=OUTPUTS, help="the folder of jobs and of the embedded server")
     options = parser.parse_args(arguments)
     try:
         if options.command == "stop":
             stopped = embedded_server.stop(options.outputs / "mlflow")
             print("stopped" if stopped else f"no embedded server of {options.outputs} was running")
             return 0
+        if options.command == "publish" or (options.command == "start" and options.outputs != OUTPUTS):
+            check_folder(options.outputs)
         uri = resolve_uri(embedded_config(), options.outputs, start=options.command != "uri")
         if options.command != "publish":
             print(uri)
@@ -722,7 +879,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if publish_all(uri, options.outputs) else 0
     except (BadInput, TrackingUnreachable) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        print(f"error: {cannot_write(options.outputs, error)}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

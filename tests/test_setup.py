@@ -135,6 +135,36 @@ def test_the_lock_pins_everything_by_hash_and_names_no_host() -> None:
     assert PYPROJECT["build-system"]["requires"][0] in LOCK  # so that nothing unhashed is fetched to build with
 
 
+def install(folder: Path, code: str) -> subprocess.Popen:
+    """Python code over environment/install.py (as `install`) with `folder` as the project."""
+    code = f"import sys\nsys.path.insert(0, sys.argv[1])\nimport install\n{code}"
+    command = [sys.executable, "-c", code, str(PROJECT / "environment")]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_the_step_of_a_killed_set_up_still_holds_the_lock(tmp_path: Path) -> None:
+    step = "import sys; print('at work', flush=True); sys.stdin.read()"
+    first = install(tmp_path, f"with install.locked(): install.run(sys.executable, '-c', {step!r})")
+    assert first.stdin and first.stdout
+    assert first.stdout.readline() == "at work\n"
+    first.kill()
+    first.wait()
+    second = install(tmp_path, "with install.locked(): print('mine')")
+    assert second.stdout
+    assert second.stdout.readline().startswith("set-up: waiting for another set-up")
+    first.stdin.close()  # the orphaned step ends
+    assert second.communicate()[0] == "mine\n"
+
+
+def test_a_venv_that_cannot_be_made_is_one_clear_message(tmp_path: Path) -> None:
+    (tmp_path / ".venv").write_text("a file where the folder should be")
+    process = install(tmp_path, "install.main()")
+    errors = process.communicate()[1]
+    assert process.returncode == 2
+    assert "Traceback" not in errors and f"Can {tmp_path / '.venv'} be written" in errors
+
+
 has_openblas = pytest.mark.skipif(
     not (Path(sys.prefix) / "openblas.txt").is_file() or not (Path(sys.prefix) / "openblas.txt").read_text(),
     reason="no OpenBLAS in this environment (macOS needs none)",

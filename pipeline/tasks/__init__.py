@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from lm_eval.api.registry import metric_registry
 from lm_eval.api.task import ConfigurableTask, Task
 from omegaconf import OmegaConf
 
@@ -71,6 +72,21 @@ def settings(task_cfg: Any) -> SimpleNamespace:
             raise BadInput(f"expected task.{field} to be a whole number of at least {least}, got {values[field]!r}")
     if type(values["seed"]) is not int:
         raise BadInput(f"expected task.seed to be a whole number, got {values['seed']!r}")
+    for field in ("prose", "include_path"):
+        if not isinstance(values.get(field), str | None):
+            raise BadInput(
+                f"expected task.{field} to be a path or null, got {values[field]!r}; a path of digits needs quotes"
+            )
+    for field in ("gen_kwargs", "metadata"):
+        if not isinstance(values.get(field), dict | None):
+            raise BadInput(
+                f"expected task.{field} to be a mapping or null, got {values[field]!r}; "
+                f"write 'task.{field}={{key:value}}'"
+            )
+    if type(values["primary"]) is int:
+        values["primary"] = str(values["primary"])  # RULER names its metrics by their length: task.primary=4096
+    if not isinstance(values["primary"], str | None):
+        raise BadInput(f"expected task.primary to be the name of a metric or null, got {values['primary']!r}")
     for field in ("query_aware", "apply_chat_template"):
         if type(values[field]) is not bool:
             raise BadInput(f"expected task.{field} to be true or false, got {values[field]!r}")
@@ -113,6 +129,27 @@ def rebuild(cfg: SimpleNamespace, origin: dict[str, Any], docs: list[dict]) -> T
     if cfg.source == "lm_eval":
         return named.rebuild(cfg, origin, docs)
     return _task(cfg.name, _CONFIG[cfg.source](cfg), docs)
+
+
+def reported(task: Any) -> list[tuple[str, str]]:
+    """The (metric, filter) pairs that the task will report; [] where only code knows them: the task's own, or that of
+    metrics which are not lm-eval's and may report by other names."""
+    if task.config.process_results is None:
+        known = all(metric in metric_registry for metric in task.aggregation())
+    else:
+        known = task.config.metric_list is not None
+    if not known:
+        return []
+    return [(metric, filter_.name) for metric in task.aggregation() for filter_ in task._filters]
+
+
+def primary_of(cfg: SimpleNamespace, keys: list[tuple[str, str]]) -> tuple[str, str]:
+    """The one of the (metric, filter) pairs that `cfg.primary` names. Raises BadInput for none and many."""
+    fitting = [key for key in keys if cfg.primary in (key[0], f"{key[0]},{key[1]}", f"{key[0]}/{key[1]}")]
+    if len(fitting) != 1:
+        known = ", ".join(metric if key == "none" else f"'{metric},{key}'" for metric, key in keys)
+        raise BadInput(f"expected task.primary to be one metric of {cfg.name!r} ({known}), got {cfg.primary!r}")
+    return fitting[0]
 
 
 def _task(name: str, config: dict[str, Any], docs: list[dict]) -> Task:

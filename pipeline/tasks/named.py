@@ -17,6 +17,7 @@ from typing import Any
 import datasets
 import huggingface_hub.constants
 import lm_eval.tasks
+from lm_eval.api.registry import metric_registry
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks._index import Entry, Kind
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -47,10 +48,12 @@ def find(cfg: Any) -> tuple[Task, dict[str, Any]]:
             "lm-eval: it cannot be scored from disk without its dataset; choose another task"
         )
     assert entry.yaml_path is not None
+    with explained(cfg.name, entry.yaml_path):
+        unknown = _unknown_metrics(entry.yaml_path)
     state = random.getstate()
     random.seed(cfg.seed)  # some tasks (RULER) make their documents from the global random
     try:
-        with _fail_fast(entry) as reachable:
+        with _fail_fast(entry, bool(unknown)) as reachable:
             task = manager.load(cfg.name)["tasks"][cfg.name]
     except (OSError, datasets.exceptions.DatasetGenerationError) as error:
         why = "its dataset needs a download and the Hugging Face hub is not reachable" if not reachable else "it failed"
@@ -58,9 +61,21 @@ def find(cfg: Any) -> tuple[Task, dict[str, Any]]:
             f"expected the dataset of task {cfg.name!r} to load, got: {why} ({_short(error)}); "
             "use a task with local data, or fill the datasets cache where there is a network"
         ) from error
+    except Exception as error:
+        if unknown:  # lm-eval's own words for one are "KeyError: None"
+            raise _unknown_metric(cfg.name, entry.yaml_path, unknown) from error
+        raise _unbuilt(cfg.name, entry.yaml_path, error) from error
     finally:
         random.setstate(state)
-    _settle(task, cfg)
+    with explained(cfg.name, entry.yaml_path):
+        _settle(task, cfg)
+        if missing := [metric for metric in unknown if task._metric_fn_list.get(metric) is None]:
+            raise _unknown_metric(cfg.name, entry.yaml_path, missing)
+        if missing := [metric for metric, function in task.aggregation().items() if function is None]:
+            raise BadInput(
+                f"expected an aggregation that lm-eval knows for the metric {missing[0]!r} in {entry.yaml_path}, got "
+                "another; correct it there"
+            )
     root = "lm_eval" if entry.yaml_path.is_relative_to(_OWN) else "include_path"
     base = _OWN if root == "lm_eval" else Path(cfg.include_path).resolve()
     return task, {
@@ -78,8 +93,10 @@ def rebuild(cfg: Any, origin: dict[str, Any], docs: list[dict]) -> Task:
         raise BadInput(
             f"expected the YAML of task {cfg.name!r} at {path}, got no file; set task.include_path to its folder"
         )
+    with explained(cfg.name, path):
+        settings = load_yaml(path)
     # The stored documents are those after process_docs, cut to the limit; few-shot examples are in the stored prompts.
-    settings = load_yaml(path) | {
+    settings |= {
         "task": cfg.name,
         "custom_dataset": dataset_of(docs),
         "dataset_kwargs": None,
@@ -95,7 +112,7 @@ def rebuild(cfg: Any, origin: dict[str, Any], docs: list[dict]) -> Task:
     settings["metadata"] = metadata if isinstance(metadata, dict) else {"version": metadata}
     for structural in ("tag", "group", "task_list"):
         settings.pop(structural, None)
-    with quiet():
+    with explained(cfg.name, path), quiet():
         return ConfigurableTask(config=settings)
 
 
@@ -106,6 +123,41 @@ def dataset_of(docs: list[dict]) -> Callable[..., dict[str, datasets.Dataset]]:
         return {"test": datasets.Dataset.from_list(docs)}
 
     return splits
+
+
+@contextlib.contextmanager
+def explained(name: str, yaml: Path | None = None) -> Iterator[None]:
+    """What lm-eval raises over a task's YAML, code or documents becomes a BadInput with its type and text."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except Exception as error:  # of any class: the YAML's templates and functions run in here
+        raise _unbuilt(name, yaml, error) from error
+
+
+def _unbuilt(name: str, yaml: Path | None, error: Exception) -> BadInput:
+    return BadInput(
+        f"expected lm-eval to build task {name!r}{f' from {yaml}' if yaml else ''}, got "
+        f"{type(error).__name__}: {_short(error)}; correct the task's YAML, its functions or its data"
+    )
+
+
+def _unknown_metrics(path: Path) -> list[str]:
+    """The YAML's metrics that lm-eval looks for in Hugging Face's `evaluate` because it has none of that name."""
+    yaml = load_yaml(path, resolve_func=False)
+    if yaml.get("process_results") is not None:
+        return []  # the task's own code computes them
+    names = [entry.get("metric") for entry in yaml.get("metric_list") or []]
+    return [name for name in names if isinstance(name, str) and "!function" not in name and name not in metric_registry]
+
+
+def _unknown_metric(name: str, yaml: Path, metrics: list[str]) -> BadInput:
+    near = difflib.get_close_matches(metrics[0], list(metric_registry), n=3)
+    return BadInput(
+        f"expected metrics that lm-eval knows in {yaml} (task {name!r}), got {', '.join(metrics)}"
+        f"{'; near: ' + ', '.join(near) if near else ''}; correct its metric_list"
+    )
 
 
 @contextlib.contextmanager
@@ -135,10 +187,15 @@ def _entry(cfg: Any) -> tuple[Entry, lm_eval.tasks.TaskManager]:
     # lm-eval's own index takes 9 s (14,000 YAMLs): only when the user's folder does not have the name.
     include = str(Path(include).resolve()) if include is not None else None
     for own in [False, True] if include else [True]:
-        manager = lm_eval.tasks.TaskManager(include_path=include, include_defaults=own, metadata=cfg.metadata or None)
+        with explained(cfg.name):
+            manager = lm_eval.tasks.TaskManager(include_path=include, include_defaults=own, metadata=cfg.metadata)
         if entry := manager.task_index.get(cfg.name):
             return entry, manager
         known = manager.all_tasks
+        for path in sorted(Path(include).rglob("*.yaml")) if include and not own else []:
+            if cfg.name in path.read_text(encoding="utf-8", errors="replace"):
+                with explained(cfg.name, path):  # lm-eval's index passes over damaged YAMLs without a word
+                    load_yaml(path, resolve_func=False)
     near = difflib.get_close_matches(cfg.name, known, n=5)
     raise BadInput(
         f"expected task.name to be a task of lm-eval{' or of ' + cfg.include_path if include else ''}, "
@@ -162,18 +219,18 @@ def _settle(task: Task, cfg: Any) -> None:
     if cfg.gen_kwargs:
         if task.OUTPUT_TYPE != "generate_until":
             raise BadInput(
-                f"expected task.gen_kwargs={{}} for {cfg.name!r} (it generates nothing), got {cfg.gen_kwargs}"
+                f"expected task.gen_kwargs=null for {cfg.name!r} (it generates nothing), got {cfg.gen_kwargs}"
             )
         task.set_config("generation_kwargs", dict(cfg.gen_kwargs), update=True)
 
 
 @contextlib.contextmanager
-def _fail_fast(entry: Entry) -> Iterator[bool]:
-    """Whether the hub can be reached. If not, the hub's libraries use their caches or fail at once, instead of retrying
-    for 50 s."""
+def _fail_fast(entry: Entry, metrics: bool) -> Iterator[bool]:
+    """Whether the hub can be reached, where the dataset or (`metrics`) a metric may need it. If not, the hub's
+    libraries use their caches or fail at once, instead of retrying for 50 s."""
     path = (entry.cfg or {}).get("dataset_path")
     local = path in datasets.packaged_modules._PACKAGED_DATASETS_MODULES or (path and Path(path).exists())
-    reachable = bool(local) or _hub_answers()
+    reachable = (bool(local) and not metrics) or _hub_answers()
     before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     if not reachable:
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from keyformer import H2O, Keyformer
 from pipeline import tasks
 from pipeline.errors import BadInput
-from pipeline.generate import _append, generate, unanswered
+from pipeline.generate import _append, check_responses, generate
 from pipeline.language_model import KeyformerLM
 from pipeline.load import DataFolder, Request, load, read_requests
 from pipeline.score import score
@@ -67,7 +67,7 @@ def test_one_line_per_request_in_order(tiny: tuple[Any, Any], facts: DataFolder,
     generate(language_model(tiny), requests, tmp_path, told.append)
     assert told == [*range(len(requests) + 1)]
     assert [line["id"] for line in lines(tmp_path)] == [r.id for r in requests]
-    assert unanswered(facts.path / "requests.jsonl", tmp_path / "responses.jsonl") == 0
+    assert check_responses(facts.path / "requests.jsonl", tmp_path / "responses.jsonl") == (0, 0)
 
 
 @pytest.mark.parametrize("after", [1, 3, 5])
@@ -93,7 +93,18 @@ def test_an_interrupted_job_goes_on_and_ends_the_same(
     assert untimed(broken) == untimed(whole)
 
 
-@pytest.mark.parametrize("damage", ["cut", "garbage", "foreign", "twice", "not an object", "not text"])
+UNSOUND: dict[str, Any] = {
+    "telemetry empty": {"telemetry": {}},
+    "telemetry null": {"telemetry": None},
+    "response null": {"response": None},
+    "response of another type": {"response": {"logprob": -1.0}},
+    "prompt tokens a word": {"prompt_tokens": "x"},
+}
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut", "garbage", "foreign", "twice", "not an object", "not text", "deep", *UNSOUND]
+)
 def test_an_unusable_line_is_done_again_and_said(
     tiny: tuple[Any, Any], facts: DataFolder, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,8 +119,13 @@ def test_an_unusable_line_is_done_again_and_said(
         "twice": [*stored, stored[0]],
         "not an object": [b"17\n", *stored[1:]],
         "not text": [b"\xff\xfe\x00\n", *stored[1:]],
-    }[damage]
-    path.write_bytes(b"".join(bad))
+        "deep": [b"[" * 100_000 + b"\n", *stored[1:]],
+    } | {
+        name: [json.dumps(json.loads(stored[0]) | change).encode() + b"\n", *stored[1:]]
+        for name, change in UNSOUND.items()
+    }
+    path.write_bytes(b"".join(bad[damage]))
+    assert check_responses(facts.path / "requests.jsonl", path) == (damage != "twice", 1)
     run(tiny, facts, tmp_path)
     assert untimed(tmp_path) == expected
     assert len(lines(tmp_path)) == len(expected)

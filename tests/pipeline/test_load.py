@@ -198,11 +198,20 @@ def test_two_at_once(tmp_path: Path) -> None:
     assert {p.name: p.read_text() for p in (tmp_path / "data" / "hash").iterdir()} == files
 
 
-def test_changed_folder_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_damaged_folder_is_put_right(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = config("kv_retrieval", items=1, tokens=300)
     folder = load(cfg, tokenizer, 4096, tmp_path)
+    whole = {path.name: path.read_bytes() for path in folder.path.iterdir()}
     (folder.path / "docs.jsonl").write_text("{}\n")
-    with pytest.raises(BadInput, match=r"different docs\.jsonl; delete the folder"):
+    (folder.path / "requests.jsonl").write_text("")
+    (folder.path / "data.json").unlink()
+    assert load(cfg, tokenizer, 4096, tmp_path) == folder
+    assert "was damaged (requests.jsonl, docs.jsonl, data.json): written anew" in caplog.text
+    assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == whole
+    assert list(tmp_path.iterdir()) == [folder.path]  # and no drafts
+    (folder.path / "docs.jsonl").unlink()
+    (folder.path / "docs.jsonl").mkdir()
+    with pytest.raises(BadInput, match=r"delete what is in the way"):
         load(cfg, tokenizer, 4096, tmp_path)
 
 
@@ -258,6 +267,92 @@ def test_unusable_task(tokenizer: Any, tmp_path: Path, overrides: dict, extra: s
     with pytest.raises(BadInput, match=message):
         load(user_task(tmp_path / "tasks", extra=extra, **overrides), tokenizer, 4096, tmp_path / "data")
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_gen_toks": "abc"}, r"max_gen_toks of 'where' to be a whole number from 1 to .*, got 'abc'"),
+        ({"max_gen_toks": -5}, "max_gen_toks"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens"),
+        ({"until": 5}, "until .* got 5"),
+        ({"until": [5]}, r"until .* got \[5\]"),
+        ({"do_sample": "no"}, "do_sample"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"top_k": True}, "top_k"),
+    ],
+)
+def test_generation_options_are_checked(tokenizer: Any, tmp_path: Path, options: dict, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        load(user_task(tmp_path / "tasks", gen_kwargs=options), tokenizer, 4096, tmp_path / "data")
+    extra = f"generation_kwargs: {json.dumps(options)}\n"
+    with pytest.raises(BadInput, match=message):
+        load(user_task(tmp_path / "tasks", extra=extra), tokenizer, 4096, tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
+def test_generation_options_that_make_sense(tokenizer: Any, tmp_path: Path) -> None:
+    options = {"until": "x", "do_sample": True, "temperature": 0.5, "top_p": 1, "top_k": 0, "max_gen_toks": 1}
+    load(user_task(tmp_path / "tasks", gen_kwargs=options), tokenizer, 4096, tmp_path / "data")
+
+
+@pytest.mark.parametrize("primary", ["nope", 5, "exact_match,nope"])
+def test_primary_is_checked_before_generation(tokenizer: Any, tmp_path: Path, primary: Any) -> None:
+    with pytest.raises(BadInput, match=rf"one metric of 'where' \(exact_match\), got '{primary}'"):
+        load(user_task(tmp_path / "tasks", primary=primary), tokenizer, 4096, tmp_path / "data")
+    with pytest.raises(BadInput, match=r"one metric of 'perplexity' \(top1, nll_per_token, perplexity\)"):
+        load(config("perplexity", items=1, tokens=300, primary=primary), tokenizer, 4096, tmp_path / "data")
+
+
+def test_a_metric_may_be_named_by_a_number(tokenizer: Any, tmp_path: Path) -> None:
+    extra = (
+        "process_results: !function judge.judge\n"
+        "metric_list: [{metric: '4096', aggregation: mean, higher_is_better: true}]\n"
+    )
+    cfg = user_task(tmp_path / "tasks", extra=extra, primary=4096)
+    (tmp_path / "tasks" / "judge.py").write_text("def judge(doc, results):\n    return {'4096': 1.0}\n")
+    load(cfg, tokenizer, 4096, tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("metric_list: [{metric: exact_mach}]\n", r"where\.yaml .* got exact_mach; near: exact_match"),
+        ("metric_list: [{metric: exact_mach, aggregation: mean, higher_is_better: true}]\n", "got exact_mach"),
+        ("metric_list: [{metric: exact_match, aggregation: meen}]\n", "aggregation .* 'exact_match' in .*where.yaml"),
+        ("metric_list: [{name: exact_match}]\n", "where.yaml, got ValueError: 'metric' key not provided"),
+        ("metric_list: 5\n", "where.yaml, got TypeError"),
+        ("output_type: dance\n", "got ValueError: Got invalid output_type 'dance'"),
+        ("filter_list: [{name: first}]\n", "got KeyError: 'filter'"),
+        ("doc_to_text: '{{nope()}}'\n", "got UndefinedError: 'nope' is undefined"),
+        ("doc_to_target: !function gone.gone\n", "got ImportError"),
+        ("colour: blue\n", "got TypeError: .*'colour'"),
+        ("colour: [blue\n", r"from .*where\.yaml, got ParserError"),
+    ],
+)
+def test_a_yaml_that_lm_eval_cannot_build(
+    tokenizer: Any, tmp_path: Path, extra: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    with pytest.raises(BadInput, match=message):
+        load(user_task(tmp_path / "tasks", extra=extra), tokenizer, 4096, tmp_path / "data")
+
+
+def test_a_long_prompt_brings_no_warning_of_transformers(
+    tiny_model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(tiny_model_folder, tmp_path / "short")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 64}))
+    load(config("fact", items=1, tokens=300), load_tokenizer(folder), 4096, tmp_path / "data")
+    assert "sequence length" not in caplog.text
+    load_tokenizer(folder).encode("word " * 200)
+    assert "sequence length" in caplog.text  # elsewhere it is shown
 
 
 def test_group_is_refused_with_its_members(tokenizer: Any, tmp_path: Path) -> None:

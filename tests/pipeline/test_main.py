@@ -210,6 +210,64 @@ def test_a_finished_job_is_scored_again_without_its_model(tracked: MlflowClient,
     assert after.data.metrics["accuracy"] == 0.75
 
 
+def test_a_stored_job_is_scored_where_it_lies_now(
+    tracked: MlflowClient, tiny_model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outputs = tmp_path / "here"
+    assert main(command(outputs, tiny_model_folder, "policy=h2o")) == 0
+    outputs.rename(tmp_path / "there")
+    (job,) = (tmp_path / "there" / "jobs").iterdir()
+    again = [f"job={job}", "stages=[score]"]
+    (job / "score.json").unlink()
+    with (job / "responses.jsonl").open("a") as out:
+        out.write("damage\n")
+    assert main(again) == 0
+    assert (job / "score.json").is_file() and not outputs.exists()
+    assert len((job / "responses.jsonl").read_text().splitlines()) == 4
+    assert main([*again, "task.primary=nope"]) == 2
+    assert main([*again, "task.tokens=300"]) == 2
+    assert main(["-m", f"job={job},x", "stages=[score]"]) == 2
+    assert main([f"job={job}", "stages=[cook]"]) == 2
+    (job / "times.json").write_text("")
+    assert main(again) == 0
+    data = next((tmp_path / "there" / "data").iterdir())
+    (data / "requests.jsonl").unlink()
+    assert main(again) == 2
+    (job / "config.yaml").write_text("")
+    assert main(again) == 2
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_damaged_line_of_a_finished_job_costs_nothing(
+    tracked: MlflowClient, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    arguments = [*command(tmp_path, tiny_model_folder, "policy=h2o"), "stages=[load,generate]"]
+    assert main(arguments) == 0
+    (path,) = tmp_path.glob("jobs/*/responses.jsonl")
+    whole = answers(tmp_path)
+    for damage in (b"garbage\n", b"\xff\n", b'{"id": "1"}\n', b"cut off"):
+        path.write_bytes(path.read_bytes() + damage)
+        assert main(arguments) == 0
+        assert answers(tmp_path) == whole
+    assert main([*command(tmp_path, tiny_model_folder, "policy=h2o")]) == 0
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_being_told_to_end_is_as_ctrl_c(
+    tracked: MlflowClient, tiny_model_folder: Path, tmp_path: Path, ending: signal.Signals
+) -> None:
+    long = ["task.items=12", "task.max_gen_toks=64", "task.until=[]"]
+    process = child(*command(tmp_path, tiny_model_folder, "policy=h2o", *long))
+    while process.poll() is None and not any(p.stat().st_size for p in tmp_path.glob("jobs/*/responses.jsonl")):
+        pass
+    process.send_signal(ending)
+    printed = process.communicate()[0]
+    assert process.returncode == 130, printed
+    assert {r.info.status for r in [*runs(tracked, tmp_path.name), *runs(tracked, tmp_path.name, "sweep")]} == {
+        "KILLED"
+    }
+
+
 def test_stages_can_be_run_one_by_one(tracked: MlflowClient, tiny_model_folder: Path, tmp_path: Path) -> None:
     arguments = command(tmp_path, tiny_model_folder, "policy=window")
     assert main([*arguments, "stages=[score,publish]"]) == 2  # nothing to score yet
@@ -256,6 +314,25 @@ MISTAKES = {
     "prose": (["task.prose=/no/such/file"], "/no/such/file"),
     "job": (["job=/no/such/job", "stages=[score]"], "/no/such/job"),
     "job and generate": (["job=/no/such/job"], "stages=[score,publish]"),
+    "unknown option added": (["+polcy=h2o"], "did you mean policy"),
+    "unknown inner option": (["policy=h2o", "policy.sinks=3"], "policy.n_sink"),
+    "unknown model option": (["+model.foo=1"], "model.foo"),
+    "trailing comma": (["policy=h2o,"], "'policy=h2o,'"),
+    "experiment a number": (["experiment_name=2024"], "experiment_name"),
+    "outputs empty": (["outputs=''"], "outputs"),
+    "outputs null": (["outputs=null"], "outputs"),
+    "group null": (["policy=null"], "policy"),
+    "stages a word": (["stages=load"], "stages"),
+    "stages null": (["stages=null"], "stages"),
+    "store infinite": (["generate.share_prefill_gb=.inf"], "share_prefill_gb"),
+    "port": (["tracking.port=99999"], "65535"),
+    "port a word": (["tracking.port=x"], "65535"),
+    "sinks beyond reason": (["policy=window", "policy.n_sink=1000000000000"], "n_sink"),
+    "recent beyond reason": (["policy=h2o", "policy.recent=0.999999999999", "budget=5"], "at least 49"),
+    "window beyond reason": (["policy=h2o", "policy.window=10000000000000000"], "window"),
+    "redraw": (["policy=keyformer", "policy.redraw=maybe"], "redraw"),
+    "full with a word": (["policy=full", "budget=abc"], "'abc'"),
+    "publish without a score": (["stages=[publish]"], "stages"),
     "mlflow nowhere": (["tracking=server"], "tracking.uri"),
 }  # fmt: skip
 
@@ -272,7 +349,8 @@ def test_a_mistake_is_one_message_and_nothing_is_started(
     overrides, named = MISTAKES[mistake]
     arguments = command(tmp_path / "out", tiny_model_folder)
     arguments = [a for a in arguments if not a.startswith("task") or not any(o.startswith("task=") for o in overrides)]
-    assert main([*(["-m", "seed=0"] if sweep and "seed" not in mistake else []), *arguments, *overrides]) == 2
+    arguments = [] if mistake.startswith("job") else arguments
+    assert main([*(["-m"] if sweep else []), *arguments, *overrides]) == 2
     printed = capfd.readouterr()
     assert named in printed.err
     assert printed.err.count("error:") == 1 and "Traceback" not in printed.err
@@ -291,6 +369,15 @@ def test_a_damaged_model_is_named(file: str, damage: str, tmp_path: Path, capfd:
     assert main(command(tmp_path / "out", model)) == 2
     assert file.split(".")[0] in capfd.readouterr().err
     assert not (tmp_path / "out" / "jobs").exists()
+
+
+@pytest.mark.parametrize("override", ["outputs=a,b", "experiment_name=a,b", "stages=[load],[load,generate]"])
+def test_a_sweep_has_one_place_one_name_and_one_list_of_stages(
+    override: str, tiny_model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [a for a in command(tmp_path, tiny_model_folder) if not a.startswith(override.split("=")[0])]
+    assert main(["-m", *arguments, override]) == 2
+    assert "one value for a whole sweep" in capfd.readouterr().err
 
 
 def test_an_outputs_folder_that_cannot_be_is_named(

@@ -277,6 +277,45 @@ def test_changed_weights_of_a_converted_model_are_seen(wheel: DictConfig, tmp_pa
         resolve(wheel, tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: [file.unlink() for file in folder.iterdir()],
+        lambda folder: (folder / "model.safetensors").unlink(),
+        lambda folder: cut("model.safetensors", lambda size: size - 1)(folder),
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        lambda folder: (folder / "config.json").write_text(""),
+        lambda folder: (folder / "config.json").write_text("[]"),
+    ],
+)
+def test_a_damaged_converted_model_says_to_delete_it(wheel: DictConfig, tmp_path: Path, damage: Callable) -> None:
+    folder = resolve(wheel, tmp_path / "cache")
+    damage(folder.path)
+    with pytest.raises(BadInput, match=rf"Delete {folder.path} and run again; it is converted anew"):
+        load_tokenizer(resolve(wheel, tmp_path / "cache"))
+    shutil.rmtree(folder.path)
+    assert resolve(wheel, tmp_path / "cache") == folder
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "5", "{", "[" * 10**5, "\0"])
+def test_a_damaged_record_of_checksums_counts_as_empty(folder: Path, tmp_path: Path, content: str) -> None:
+    revision = resolve(local(folder), tmp_path / "cache").revision
+    record = tmp_path / "cache" / "checksums.json"
+    whole = record.read_text()
+    entry = next(iter(json.loads(whole)))
+    for text in (content, json.dumps({entry: content}), json.dumps({entry: {"size": 1}})):
+        record.write_text(text)
+        assert resolve(local(folder), tmp_path / "cache").revision == revision
+        assert record.read_text() == whole
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".", "two words", "../up"])
+def test_a_name_that_cannot_be_a_folder(folder: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadInput, match=r"model\.name of letters"):
+        resolve(local(folder, name=name), tmp_path / "cache")
+
+
 def test_wheel_bad_input(
     wheel: DictConfig, tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

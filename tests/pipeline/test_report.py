@@ -80,7 +80,7 @@ def test_rows_are_averaged_over_seeds_first_and_paired_with_the_full_cache(sweep
         written = list(csv.DictReader(lines))
     assert [row["accuracy"] for row in written] == ["1.0", "0.375", "0.25"]
     assert written[1]["accuracy_vs_full"] == "-0.625" and written[1]["kv/bytes_full"] == "23600000.0"
-    markdown = (tmp_path / "out" / "report.md").read_text()
+    markdown = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "-0.62 [-1.00, +0.14]" in markdown and "4 x 2" in markdown and "Wilson" in markdown
     for text in (text_of(result), markdown):
         assert "0.38 [0.09, 0.78]" in text and "-0.62" in text and "25 %" in text and "5.90" not in text
@@ -128,7 +128,7 @@ def test_failures_are_shown_with_their_reason_and_never_as_a_number(sweep: Sweep
     assert h2o["accuracy"] is None and "no finite accuracy (not finite: accuracy)" in h2o["note"]
     text = " ".join(text_of(result).split())  # it wraps at 80 columns
     assert "failed" in text and "Metal ran out" in text and "nan" not in text
-    markdown = (tmp_path / "out" / "report.md").read_text()
+    markdown = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "Jobs without a result: 2" in markdown and "never started: 1 of 4" in markdown
 
     retried = fabricate(tmp_path / "again", "k2", [1.0, 0.0], budget=0.1)  # a later attempt that succeeds counts alone
@@ -160,11 +160,31 @@ def test_figures_are_drawn(sweep: Sweep, tmp_path: Path) -> None:
                 assert (np.abs(half - colour).sum(axis=-1) < 12).sum() > 200
 
 
+def test_the_caption_names_a_band_only_where_one_is_drawn(sweep: Sweep, tmp_path: Path) -> None:
+    publish(sweep, fabricate(tmp_path, "k1", [1.0, 0.0]))
+    assert report_module._caption(report(sweep, tmp_path / "out").rows, [("fact", "accuracy")]).startswith("Bars: 95")
+    publish(sweep, fabricate(tmp_path, "k2", [1.0, 1.0], policy="full", budget=None))
+    rows = report(sweep, tmp_path / "out").rows
+    assert report_module._caption(rows, [("fact", "accuracy")]).startswith("Bars and band: 95")
+    assert report_module._caption(rows, [("other", "accuracy")]).startswith("Bars: 95")
+
+
+def test_the_command_creates_no_mistyped_folder_and_says_when_it_cannot_write(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", sweep.uri)
+    assert report_module.main(["--outputs", str(tmp_path / "nope")]) == 2
+    assert not (tmp_path / "nope").exists() and "no folder: correct --outputs" in capsys.readouterr().err
+    (tmp_path / "reports").write_text("a file where a folder should be", encoding="utf-8")
+    assert report_module.main(["--experiment", sweep.experiment_name, "--outputs", str(tmp_path)]) == 2
+    assert "expected to read and write files in" in capsys.readouterr().err
+
+
 def test_an_empty_sweep_makes_a_report_without_figures(sweep: Sweep, tmp_path: Path) -> None:
     result = report(sweep, tmp_path / "out")
     assert (result.rows, result.failed) == ([], 0)
     assert [file.name for file in result.files] == ["summary.csv", "report.md"]
-    assert "No job has run yet" in (tmp_path / "out" / "report.md").read_text()
+    assert "No job has run yet" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
 
 
 def test_the_command_prints_the_latest_table_again(

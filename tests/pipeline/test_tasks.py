@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -259,7 +260,12 @@ def test_shares() -> None:
         ("fact", {"source": "fiction"}, "task.source"),
         ("fact", {"tokenz": 3}, "tokenz"),
         ("fact", {"prose": "no/such/file.txt"}, "task.prose"),
+        ("fact", {"prose": 5}, "task.prose to be a path"),
+        ("fact", {"primary": True}, "task.primary"),
         ("lm_eval", {}, "task.name"),
+        ("lm_eval", {"name": "x", "include_path": 5}, "task.include_path to be a path"),
+        ("lm_eval", {"name": "x", "gen_kwargs": [1]}, "task.gen_kwargs to be a mapping"),
+        ("lm_eval", {"name": "x", "metadata": "4096"}, "task.metadata to be a mapping"),
         ("lm_eval", {"name": "x", "num_fewshot": -1}, "num_fewshot"),
         ("perplexity", {"query_aware": False}, "task.query_aware=true"),
         ("perplexity", {"apply_chat_template": True}, "task.apply_chat_template=false"),
@@ -275,6 +281,14 @@ def test_shares() -> None:
 def test_refused(tokenizer: Any, task: str, overrides: dict, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         documents(tokenizer, task, **overrides)
+
+
+@pytest.mark.parametrize("override", ["task.gen_kwargs={max_gen_toks:3}", "+task.gen_kwargs.max_gen_toks=3"])
+def test_mappings_can_be_set_from_the_command_line(override: str) -> None:
+    overrides = ["task=lm_eval", "task.name=x", "task.metadata={max_seq_lengths:[4096]}", override]
+    with initialize_config_dir(str(CONF.parent), version_base=None):
+        cfg = tasks.settings(compose("config", overrides).task)
+    assert cfg.gen_kwargs == {"max_gen_toks": 3} and cfg.metadata == {"max_seq_lengths": [4096]}
 
 
 def test_no_clean_cut_is_refused() -> None:

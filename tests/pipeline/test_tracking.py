@@ -6,10 +6,12 @@ import gzip
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -68,7 +70,7 @@ def test_two_starts_at_once_make_one_server_that_outlives_them_and_is_found_afte
         assert [process.returncode for process in both] == [0, 0], outputs
         uri = outputs[0][0].strip()
         assert outputs[1][0].strip() == uri
-        pid = json.loads((folder / "server.json").read_text())["pid"]
+        pid = json.loads((folder / "server.json").read_text(encoding="utf-8"))["pid"]
         servers = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder)]
         assert {os.getpgid(p.pid) for p in servers} == {pid}  # one server with its workers
         assert os.getsid(pid) == pid != os.getsid(0)  # its own session: Ctrl-C here does not reach it
@@ -108,8 +110,10 @@ def test_a_server_of_another_folder_is_neither_used_nor_stopped(uri: str, server
     port = int(uri.rpartition(":")[2])
     assert embedded_server.start(server_outputs / "mlflow", port=port) == uri  # its own folder: reused
     folder.mkdir()
-    copied = (server_outputs / "mlflow" / "server.json").read_text()
-    (folder / "server.json").write_text(copied)  # as a copied outputs folder has it: pid alive, id served
+    copied = (server_outputs / "mlflow" / "server.json").read_text(encoding="utf-8")
+    (folder / "server.json").write_text(
+        copied, encoding="utf-8"
+    )  # as a copied outputs folder has it: pid alive, id served
     assert embedded_server.running(folder) is None
     assert not embedded_server.stop(folder)
     try:
@@ -121,19 +125,54 @@ def test_a_server_of_another_folder_is_neither_used_nor_stopped(uri: str, server
     assert embedded_server.running(server_outputs / "mlflow") == uri
 
 
+def test_a_server_whose_folder_or_state_went_away_is_ended_and_replaced(tmp_path: Path, server_outputs: Path) -> None:
+    outputs, folder = tmp_path / "outputs", tmp_path / "outputs" / "mlflow"
+    port = closed_port()
+
+    def servers() -> set[int]:
+        return {process.pid for process in embedded_server._members(folder)}
+
+    try:
+        uri = embedded_server.start(folder, port=port)
+        first = servers()
+        (folder / "server.json").unlink()  # as after kill -9 between the start and the note of it
+        assert embedded_server.start(folder, port=port) == uri
+        second = servers()
+        assert second and not first & second
+
+        moved = (folder / "mlflow.db").rename(tmp_path / "moved.db")  # it would answer on, from the file it has open
+        assert embedded_server.running(folder) is None
+        assert embedded_server.start(folder, port=port) == uri and moved.exists()
+        third = servers()
+        assert third and not second & third
+
+        shutil.rmtree(outputs)
+        assert servers() == third
+        assert embedded_server.start(folder, port=port) == uri
+        assert servers() and not servers() & third
+        shutil.rmtree(outputs)
+        assert embedded_server.stop(folder) and not outputs.exists()
+        assert not tracking.reachable(uri)
+        (tmp_path / "elsewhere").mkdir()
+        assert not embedded_server.stop(tmp_path / "elsewhere")
+        assert embedded_server.running(server_outputs / "mlflow") is not None  # another folder's: untouched
+    finally:
+        embedded_server.stop(folder)
+
+
 def test_a_pid_that_belongs_to_something_else_now_is_left_alone(tmp_path: Path) -> None:
     stale = {"pid": os.getpid(), "port": 5050, "uri": "http://127.0.0.1:5050", "id": "0"}
-    (tmp_path / "server.json").write_text(json.dumps(stale))
+    (tmp_path / "server.json").write_text(json.dumps(stale), encoding="utf-8")
     assert embedded_server.running(tmp_path) is None
     assert not embedded_server.stop(tmp_path)  # and we are still here
-    (tmp_path / "server.json").write_text('{"pid": ')
+    (tmp_path / "server.json").write_text('{"pid": ', encoding="utf-8")
     assert embedded_server.running(tmp_path) is None
 
 
 def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "mlflow").mkdir()
-    (tmp_path / "mlflow" / "mlflow.db").write_text("this is no database " * 100)
+    (tmp_path / "mlflow" / "mlflow.db").write_text("this is no database " * 100, encoding="utf-8")
     config = OmegaConf.create({"uri": None, "host": "127.0.0.1", "port": closed_port()})
     with pytest.raises(TrackingUnreachable, match="file is not a database"):
         tracking.resolve_uri(config, tmp_path)
@@ -148,6 +187,54 @@ def test_addresses_given_win_over_the_embedded_server(tmp_path: Path, monkeypatc
         tracking.resolve_uri(configs["server"], tmp_path)
     configs["server"].uri = "http://mini:1"
     assert tracking.resolve_uri(configs["server"], tmp_path) == "http://mini:1"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("garbage", "", "studio:5050", "http://", "http://studio:99999", "http://studio:0", "http://studio:port"),
+        *("http://studio:5050/#/experiments/1", "http://me:secret@studio", "http://a b", "sqlite:///mlflow.db"),
+        *(5050, True),
+    ],
+)
+def test_an_address_that_cannot_work_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: object
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(BadInput, match=r"expected.*tracking\.uri|tracking\.uri: expected") as refused:
+        tracking.resolve_uri({"uri": address, "host": None, "port": None}, tmp_path)
+    assert "secret" not in str(refused.value)
+    if address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", str(address))
+        assert tracking.main(["publish", "--outputs", str(tmp_path)]) == 2
+        assert "MLFLOW_TRACKING_URI: expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("host", value) for value in (17, "no such host", "192.0.2.1", "a" * 70, "::1")]
+    + [("port", value) for value in (None, 0, 65536, "5050", True, 5050.0)],
+)
+def test_a_server_of_ours_needs_a_host_and_port_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(BadInput, match=rf"tracking\.{name}: expected"):
+        tracking.resolve_uri({"uri": None, "host": "localhost", "port": 5050} | {name: value}, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_missing_or_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name in ("start", "publish"):
+        assert tracking.main([name, "--outputs", str(tmp_path / "nope")]) == 2
+        assert "no folder: correct --outputs" in capsys.readouterr().err
+    assert not (tmp_path / "nope").exists()
+    (tmp_path / "mlflow").write_text("a file where a folder should be", encoding="utf-8")
+    assert tracking.main(["start", "--outputs", str(tmp_path)]) == 2
+    assert "expected a folder that can be written" in capsys.readouterr().err
 
 
 # --- the parent ---
@@ -204,6 +291,45 @@ def test_closing_writes_report_curves_and_differences_and_ends_dead_children(swe
         tracking.close_sweep(sweep, "done")
 
 
+def test_opening_a_sweep_ends_what_died_in_the_experiment_and_nothing_else(sweep: Sweep) -> None:
+    client = MlflowClient(sweep.uri)
+    script = (
+        "import sys; from pipeline import tracking; from pathlib import Path; from tests.job_folders import fabricate\n"
+        "uri, name, folder = sys.argv[1:]; sweep = tracking.open_sweep(uri, name, 'died', {})\n"
+        "tracking.start_job(sweep, fabricate(Path(folder), 'k1', None)); print(sweep.run_id, flush=True); input()\n"
+    )
+    here, now = socket.gethostname(), time.time()  # leases to come: this test may be slow
+    sweeps = {
+        "alive elsewhere": ("mini-2:1", now + 300, "RUNNING"),
+        "silent elsewhere": ("mini-2:1", now - 61, "KILLED"),
+        "silent, but with a living job": ("mini-2:1", now - 61, "RUNNING"),
+        "alive here, however silent": (f"{here}:1", now - 61, "RUNNING"),
+        "its number is another process's now": (f"{here}:{os.getpid()}", now - 10**6, "KILLED"),
+    }
+    for name, (process, lease, _) in sweeps.items():
+        tags = {"kind": "sweep", "sweep_key": name, "process": process, "lease": str(int(lease))}
+        run = client.create_run(sweep.experiment_id, tags=tags, run_name=name)
+        if "job" in name:
+            tags |= {"kind": "job", "mlflow.parentRunId": run.info.run_id, "lease": str(int(now + 300))}
+            living = client.create_run(sweep.experiment_id, tags=tags, run_name="its job")
+    with tempfile.TemporaryDirectory() as folder:
+        line = [sys.executable, "-c", script, sweep.uri, sweep.experiment_name, folder]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(line, cwd=PROJECT, text=True, **pipes) as driver:  # type: ignore[call-overload]
+            other = driver.stdout.readline().strip()
+            tracking.open_sweep(sweep.uri, sweep.experiment_name, "next", {})
+            assert client.get_run(other).info.status == "RUNNING"  # a live one is left alone
+            driver.kill()
+    tracking.open_sweep(sweep.uri, sweep.experiment_name, "next", {})
+    states = {run.info.run_name: run.info.status for run in runs_of(sweep, "tags.kind = 'sweep'")}
+    assert {name: states[name] for name in sweeps} == {name: state for name, (_, _, state) in sweeps.items()}
+    died = client.get_run(other)
+    assert died.info.status == "KILLED" and "died" in died.data.tags["reason"]
+    jobs = {run.info.run_id: run.info.status for run in runs_of(sweep)}
+    assert jobs.pop(living.info.run_id) == "RUNNING" and list(jobs.values()) == ["KILLED"]
+    assert client.get_run(sweep.run_id).info.status == "RUNNING"
+
+
 # --- a job ---
 
 
@@ -215,7 +341,10 @@ def test_a_job_is_published_whole_and_once(sweep: Sweep, tmp_path: Path) -> None
     job.progress(2)
     job.close()
     assert tracking.publish_job(sweep, folder) == job.run_id
-    assert json.loads((folder / "published.json").read_text()) == {"uri": sweep.uri, "run_id": job.run_id}
+    assert json.loads((folder / "published.json").read_text(encoding="utf-8")) == {
+        "uri": sweep.uri,
+        "run_id": job.run_id,
+    }
     client = MlflowClient(sweep.uri)
     before = client.get_run(job.run_id).to_dictionary()
     (folder / "published.json").unlink()  # as after a crash right before it was written
@@ -259,14 +388,14 @@ def test_a_job_is_published_whole_and_once(sweep: Sweep, tmp_path: Path) -> None
         "samples.json",
         "environment.json",
     }
-    assert (local / "config.yaml").read_text() == (folder / "config.yaml").read_text()
+    assert (local / "config.yaml").read_text(encoding="utf-8") == (folder / "config.yaml").read_text(encoding="utf-8")
     unpacked = gzip.decompress((local / "responses.jsonl.gz").read_bytes())
     assert unpacked == (folder / "responses.jsonl").read_bytes()
-    table = json.loads((local / "samples.json").read_text())
+    table = json.loads((local / "samples.json").read_text(encoding="utf-8"))
     assert table["columns"] == ["doc_id", "prompt_head", "prompt_tail", "target", "response", "accuracy"]
     assert table["data"][1] == [1, "Alice lives in", "Where?", "Paris", "Paris é", 0.0]
     assert json.loads(tags["mlflow.loggedArtifacts"]) == [{"path": "samples.json", "type": "table"}]
-    environment = json.loads((local / "environment.json").read_text())
+    environment = json.loads((local / "environment.json").read_text(encoding="utf-8"))
     assert environment["versions"] == {"mlx": "0.32.4", "mlx-lm": "0.32.2"} and environment["chip"] == "Apple M4 Max"
 
 
@@ -322,7 +451,7 @@ def test_an_attempt_killed_by_another_driver_publishes_as_a_new_run(sweep: Sweep
 def test_values_that_are_no_numbers_are_flagged_and_never_logged(sweep: Sweep, tmp_path: Path) -> None:
     folder = fabricate(tmp_path, "k1", [1.0], metrics={"speed/ttft_s": float("nan"), "memory/peak_bytes": float("inf")})
     score = {"metrics": {"accuracy": float("nan"), "task/f1": 0.5}}
-    (folder / "score.json").write_text(json.dumps(score))
+    (folder / "score.json").write_text(json.dumps(score), encoding="utf-8")
     run = MlflowClient(sweep.uri).get_run(tracking.publish_job(sweep, folder))
     assert run.data.tags["nonfinite"] == "accuracy, memory/peak_bytes, speed/ttft_s"
     assert run.data.metrics["task/f1"] == 0.5
@@ -340,7 +469,7 @@ def test_an_unfinished_or_broken_folder_is_refused(sweep: Sweep, tmp_path: Path)
     with pytest.raises(BadInput, match=r"score\.json"):
         tracking.publish_job(sweep, fabricate(tmp_path, "k1", None))
     broken = fabricate(tmp_path, "k2", [1.0])
-    (broken / "job.json").write_text('{"key": "k2"')
+    (broken / "job.json").write_text('{"key": "k2"', encoding="utf-8")
     with pytest.raises(BadInput, match=r"job\.json"):
         tracking.publish_job(sweep, broken)
 
@@ -361,6 +490,41 @@ def test_a_server_that_is_not_there_is_said_quickly_and_with_the_way_out(uri: st
     ):
         with pytest.raises(TrackingUnreachable, match=r"python -m pipeline\.tracking publish"):
             call()
+
+
+def test_a_server_that_is_there_but_cannot_work_is_unreachable_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    folder = fabricate(tmp_path, "k1", [1.0])
+    answers = [
+        b"HTTP/1.1 503 Service Unavailable\r\n",
+        b"HTTP/1.1 500 Oops\r\n",
+        b"HTTP/1.1 200 OK\r\n",
+        b"garbage\r\n",
+    ]
+    for answer in answers:
+
+        class Ill(BaseHTTPRequestHandler):
+            def do_GET(self, answer: bytes = answer) -> None:
+                good = b"HTTP/1.1 200 OK\r\n" if self.path == "/health" and answer != b"garbage\r\n" else answer
+                self.wfile.write(good + b"Content-Length: 2\r\nConnection: close\r\n\r\nOK")
+                self.close_connection = True
+
+            do_POST = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Ill) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            ill = f"http://127.0.0.1:{server.server_port}"
+            with pytest.raises(TrackingUnreachable, match="publish them later"):
+                tracking.open_sweep(ill, "trial", SWEEP_KEY, {})
+            with pytest.raises(TrackingUnreachable, match=f"publish --outputs {tmp_path}"):
+                tracking.publish_job(Sweep(ill, "1", "0" * 32, "trial", SWEEP_KEY), folder)
+            server.shutdown()
+    assert not tracking.reachable("http://127.0.0.1:port")
 
 
 @contextmanager
@@ -415,6 +579,19 @@ def test_the_ghost_of_a_create_whose_answer_was_lost_is_reaped(sweep: Sweep, tmp
 # --- publish later ---
 
 
+@pytest.mark.parametrize("note", ["", "[]", "null", '{"run_id"', "{}"])
+def test_empty_and_broken_notes_count_as_absent(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, note: str
+) -> None:
+    folder = fabricate(tmp_path, "k1", [1.0], experiment=sweep.experiment_name)
+    for name in ("published.json", "attempt.json"):
+        (folder / name).write_text(note, encoding="utf-8")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", sweep.uri)
+    assert tracking.main(["publish", "--outputs", str(tmp_path)]) == 0
+    (run,) = runs_of(sweep)
+    assert json.loads((folder / "published.json").read_text(encoding="utf-8"))["run_id"] == run.info.run_id
+
+
 def test_publish_later_finds_the_sweep_and_makes_its_report(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -422,7 +599,7 @@ def test_publish_later_finds_the_sweep_and_makes_its_report(
     for key, policy, budget in (("k1", "full", None), ("k2", "h2o", 0.25)):
         fabricate(tmp_path, key, [1.0, 0.0], policy=policy, budget=budget, experiment="later", sweep_key="late")
     fabricate(tmp_path, "k3", None, experiment="later", sweep_key="late")  # not finished: not published
-    (fabricate(tmp_path, "k4", [1.0]) / "job.json").write_text("{}")
+    (fabricate(tmp_path, "k4", [1.0]) / "job.json").write_text("{}", encoding="utf-8")
     assert tracking.main(["publish", "--outputs", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert (
