@@ -3,6 +3,18 @@
 from .cache import BatchKeyformerKVCache, KeyformerKVCache
 from .hook import attached, make_prompt_cache
 from .policies import H2O, POLICIES, Full, Keyformer, KeyformerProxy, Policy, Window, make_policy
+from .rope import rope_remap_positions
+from .state import (
+    KeyformerState,
+    full_keyformer_fp16_bytes,
+    init_keyformer_state,
+    keyformer_fp16_bytes,
+    keyformer_fused_evict,
+    keyformer_get_kv,
+    keyformer_update,
+    keyformer_update_batched,
+    metal_available,
+)
 
 __all__ = [
     "H2O",
@@ -12,9 +24,19 @@ __all__ = [
     "Keyformer",
     "KeyformerKVCache",
     "KeyformerProxy",
+    "KeyformerState",
     "Policy",
     "Window",
     "attached",
+    "full_keyformer_fp16_bytes",
+    "init_keyformer_state",
+    "keyformer_fp16_bytes",
+    "keyformer_fused_evict",
+    "keyformer_get_kv",
+    "keyformer_update",
+    "keyformer_update_batched",
     "make_policy",
     "make_prompt_cache",
+    "metal_available",
+    "rope_remap_positions",
 ]

@@ -467,27 +467,20 @@ class KeyformerKVCache(_BaseCache):
         self._touched = True
         recent = p.recent_rows(budget)
         if p.attention == "key":
-            positions = self.positions[..., :n]
-            g = self._frozen_noise(positions) if p.noise == "select" else None
             first = self._offsets[0] - (n - self._prior)  # tokens inserted before the first new row
-
-            def bonus(i: int) -> mx.array:
-                assert g is not None
-                return noise.temperature(first + i, p.tau_init, p.tau_end, p.anneal_steps) * g
-
             index, scores = walk(
-                self.keys[..., :n, :],
+                self.keys[..., : self._prior, :],
+                self.keys[..., self._prior : n, :],
                 self.scores[..., :n],
-                positions,
-                self._prior,
                 budget,
                 p.n_sink,
                 recent,
-                None if g is None else bonus,
+                self._frozen_noise(self.positions[..., :n]) if p.noise == "select" else None,
+                [noise.temperature(t, p.tau_init, p.tau_end, p.anneal_steps) for t in range(first, self._offsets[0])],
             )
-            self.scores[..., :n] = scores
             if n > budget:
                 self._gather(index)
+            self.scores[..., : index.shape[2]] = scores
         else:
             self._gather(keep_rows(self._rank(n), self.positions[..., :n], self._offsets[0], budget, p.n_sink, recent))
 

@@ -13,7 +13,8 @@ from typing import ClassVar, Literal
 _MOST_ROWS = 2**30  # twice as many still is an int32
 
 
-def _integer(name: str, value: object, least: int) -> None:
+def check_integer(name: str, value: object, least: int) -> None:
+    """Raise ValueError unless `value` is an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
 
@@ -63,7 +64,7 @@ class Policy:
         if self.attention != "query" and self.window:
             raise ValueError(f"window: needs attention 'query', got attention {self.attention!r}; set window to 0.")
         for name, least in (("anneal_steps", 0), ("window", 0), ("n_sink", 0), ("seed", 0)):
-            _integer(name, getattr(self, name), least)
+            check_integer(name, getattr(self, name), least)
         if not isinstance(self.redraw, bool):
             raise ValueError(f"redraw: expected true or false, got {self.redraw!r}.")
         if self.seed >= 2**64:
@@ -82,7 +83,7 @@ class Policy:
             if not 0 <= self.recent < 1:
                 raise ValueError(f"recent: expected a number of rows or a fraction in [0, 1), got {self.recent!r}.")
         else:
-            _integer("recent", self.recent, 0)
+            check_integer("recent", self.recent, 0)
         for name in ("window", "n_sink", "recent"):
             if getattr(self, name) > _MOST_ROWS:
                 raise ValueError(f"{name}: expected at most {_MOST_ROWS} rows, got {getattr(self, name)}.")
@@ -117,7 +118,7 @@ class Policy:
         """Raise ValueError unless `budget` is an integer number of rows that leaves one to evict."""
         if not self.evicts:
             return
-        _integer("budget", budget, 1)
+        check_integer("budget", budget, 1)
         if budget > _MOST_ROWS:
             raise ValueError(f"budget: expected at most {_MOST_ROWS} rows, got {budget}.")
         recent = self.recent_rows(budget)

@@ -1,0 +1,585 @@
+"""The functional API: key rows kept per head by accumulated proxy attention with Gumbel noise, as pure functions.
+
+Each incoming key stands for its query. Per new token: every stored row's score grows by its share of
+softmax(K . k / sqrt(D)), the new row excluded; the new row joins with score 0 (the first row of all with 1); over
+budget, the unprotected row with the lowest score + tau * g goes, ties to the oldest, where g is Gumbel noise frozen per
+token and tau = tau_init + min(t, T) * (tau_end - tau_init) / T after t tokens. Names, arguments and shapes are those of
+VeloxQuant-MLX's documentation, which adapts Adnan et al., Keyformer, MLSys 2024, arXiv 2403.09054. At tau 0 the rule is
+H2O's on proxy attention. A new row starts at score 0, so without `recent` rows most late tokens go on arrival.
+
+Keys come in rotated at their true position. Two ways to go on from there:
+
+- "contiguous": after every eviction the survivors are labelled 0..n-1 and turned to their labels, and the next token is
+  scored against the rows as they are then. A row is turned from its un-rotated float32 form each time, never from its
+  last rounding; that form travels with the returned keys (`RotatedKeys`).
+- "original": survivors keep their arrival position and rotation. The fast way, with one matrix product per block.
+
+Unlike the documentation, keys and values keep their dtype instead of becoming float16, and the sizes of keys and values
+may differ. A key with a NaN or an infinity gives and takes no mass and has score -inf: it goes before any other
+unprotected row.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from . import noise
+from .eviction import evict_row, on_cpu, step_numpy, take_rows, walk_mlx, walk_numpy
+from .policies import KeyformerProxy, check_integer
+from .rope import check_base, rotate, turns, wavelengths
+
+PositionMode = Literal["contiguous", "original"]
+_NOISE_BLOCK = 256
+
+
+@dataclass(frozen=True, eq=False)
+class KeyformerState:
+    """The rows one head keeps, and how it chooses them. Immutable: an update returns a new one.
+
+    Attributes:
+        keys: [n_kept, D] stored keys in temporal order, rotated at `positions`; None before the first update.
+        values: [n_kept, Dv] stored values, or None.
+        scores: [n_kept] float32 accumulated proxy-attention mass, or None.
+        gumbel: [n_kept] float32 noise, drawn when the token arrived, or None. It enters the decision, not the score.
+        positions: [n_kept] int32, the position each key is rotated at, or None.
+        pos: tokens this head has inserted: indexes the noise and drives the temperature.
+        n_sink: first rows, never evicted.
+        budget: most rows kept, sinks and recent rows included.
+        recent: last rows, never evicted.
+        tau_init, tau_end, anneal_steps: the temperature is tau_init at pos 0, tau_end from pos anneal_steps on, linear
+            between; tau_init throughout where anneal_steps is 0.
+        rope_base: base of the model's RoPE.
+        next_pos: position of the next token, whatever was evicted.
+        seed: seed of the noise.
+        position_mode: "contiguous" or "original", see the module.
+
+    Raises:
+        ValueError: a value that cannot work, with what was expected.
+    """
+
+    keys: mx.array | None
+    values: mx.array | None
+    scores: mx.array | None
+    gumbel: mx.array | None
+    positions: mx.array | None
+    pos: int
+    n_sink: int
+    budget: int
+    recent: int
+    tau_init: float
+    tau_end: float
+    anneal_steps: int
+    rope_base: float
+    next_pos: int
+    seed: int
+    position_mode: PositionMode = "contiguous"
+
+    def __post_init__(self) -> None:
+        _Rule.of(self).check([self.seed], self.next_pos, self.pos)
+
+    @property
+    def tau(self) -> float:
+        """tau_init, under its older name."""
+        return self.tau_init
+
+
+class RotatedKeys(mx.array):
+    """Keys in "contiguous" mode, with the float32 rows before rotation that they were turned from.
+
+    An ordinary array to every operation; what an operation returns is a plain array, and an update that is given one
+    un-rotates the rows it sees.
+    """
+
+    unrotated: mx.array  # the shape of the keys, float32
+
+    def __init__(self, keys: mx.array, unrotated: mx.array) -> None:
+        super().__init__(keys)
+        self.unrotated = unrotated
+
+    def __copy__(self) -> "RotatedKeys":
+        return RotatedKeys(self, self.unrotated)
+
+    def __deepcopy__(self, memo: Any) -> "RotatedKeys":
+        return RotatedKeys(self, self.unrotated)
+
+    def __setitem__(self, where: Any, rows: Any) -> None:
+        raise TypeError("RotatedKeys: assigning rows would leave their un-rotated form behind; use mx.array(keys).")
+
+
+class _Rule(NamedTuple):
+    """What every head of one call shares."""
+
+    n_sink: int
+    budget: int
+    recent: int
+    tau_init: float
+    tau_end: float
+    anneal_steps: int
+    rope_base: float
+    position_mode: PositionMode
+
+    @classmethod
+    def of(cls, state: KeyformerState) -> "_Rule":
+        return cls(*(getattr(state, name) for name in cls._fields))
+
+    def check(self, seeds: Sequence[int], next_pos: int = 0, pos: int = 0) -> None:
+        check_integer("recent", self.recent, 0)
+        check_integer("next_pos", next_pos, 0)
+        check_integer("pos", pos, 0)
+        check_base("rope_base", self.rope_base)
+        if self.position_mode not in ("contiguous", "original"):
+            raise ValueError(f"positions: expected 'contiguous' or 'original', got {self.position_mode!r}.")
+        for seed in seeds:
+            check_integer("seed", seed, 0)
+            if seed >= 2**64:
+                raise ValueError(f"seed: expected an integer below 2**64, got {seed}.")
+        KeyformerProxy(
+            n_sink=self.n_sink,
+            recent=self.recent,
+            tau_init=self.tau_init,
+            tau_end=self.tau_end,
+            anneal_steps=self.anneal_steps,
+        ).check_budget(self.budget)
+
+    def temperatures(self, pos: int, count: int) -> list[float]:
+        """tau at each decision of `count` tokens, `pos` of them inserted before."""
+        if self.anneal_steps == 0 or self.tau_init == self.tau_end:
+            return [self.tau_init] * count
+        return [noise.temperature(t, self.tau_init, self.tau_end, self.anneal_steps) for t in range(pos, pos + count)]
+
+
+class _Rows(NamedTuple):
+    """What R heads store: [R, n, ...] each."""
+
+    keys: mx.array
+    values: mx.array
+    scores: mx.array
+    gumbel: mx.array
+    positions: mx.array
+    unrotated: mx.array | None = None  # for "contiguous" only
+
+
+def init_keyformer_state(
+    n_sink: int,
+    budget: int,
+    head_dim: int,
+    recent: int = 0,
+    tau: float | None = None,
+    tau_init: float = 1.0,
+    tau_end: float = 1.0,
+    anneal_steps: int = 0,
+    rope_base: float = 10000.0,
+    seed: int = 0,
+    positions: PositionMode = "contiguous",
+) -> KeyformerState:
+    """An empty state, before any token.
+
+    Args:
+        n_sink: first rows to protect.
+        budget: most rows kept, n_sink + recent included.
+        head_dim: head size D; the state takes it from the first keys, so this is checked and not stored.
+        recent: last rows to protect.
+        tau: deprecated, sets tau_init and tau_end.
+        tau_init, tau_end, anneal_steps: see KeyformerState; temperature 0 is H2O.
+        rope_base: base of the model's RoPE; for "contiguous".
+        seed: seed of the noise, in [0, 2**64).
+        positions: "contiguous" or "original", see the module.
+
+    Raises:
+        ValueError: negative or fractional counts; temperatures that are negative, NaN, infinite or fall; sinks and
+            recent rows that leave nothing to evict; a seed or base out of range.
+    """
+    check_integer("head_dim", head_dim, 1)
+    if tau is not None:
+        warnings.warn("tau is deprecated: set tau_init and tau_end.", DeprecationWarning, stacklevel=2)
+        tau_init = tau_end = tau
+    return KeyformerState(
+        keys=None,
+        values=None,
+        scores=None,
+        gumbel=None,
+        positions=None,
+        pos=0,
+        n_sink=n_sink,
+        budget=budget,
+        recent=recent,
+        tau_init=tau_init,
+        tau_end=tau_end,
+        anneal_steps=anneal_steps,
+        rope_base=rope_base,
+        next_pos=0,
+        seed=seed,
+        position_mode=positions,
+    )
+
+
+def keyformer_update(state: KeyformerState, new_keys: mx.array, new_values: mx.array) -> KeyformerState:
+    """The state after S more tokens, one after another; how they are cut into calls changes nothing.
+
+    Args:
+        state: unchanged.
+        new_keys: [S, D] of a floating dtype, rotated at state.next_pos and on.
+        new_values: [S, Dv].
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit the state.
+    """
+    _check_new(new_keys, new_values, "[S, D]")
+    if new_keys.shape[0] == 0:
+        return state
+    stored = (state.keys, state.values, state.scores, state.gumbel, state.positions)
+    rows = _stored_rows(
+        [None if a is None else a[None] for a in stored], new_keys[None], new_values[None], state.budget
+    )
+    if isinstance(state.keys, RotatedKeys):
+        rows = rows._replace(unrotated=state.keys.unrotated[None])
+    rows, _ = _insert(rows, new_keys[None], new_values[None], _Rule.of(state), state.next_pos, state.pos, [state.seed])
+    keys = rows.keys[0] if rows.unrotated is None else RotatedKeys(rows.keys[0], rows.unrotated[0])
+    S = new_keys.shape[0]
+    return replace(
+        state,
+        keys=keys,
+        values=rows.values[0],
+        scores=rows.scores[0],
+        gumbel=rows.gumbel[0],
+        positions=rows.positions[0],
+        next_pos=state.next_pos + S,
+        pos=state.pos + S,
+    )
+
+
+def keyformer_update_batched(
+    keys: mx.array | None,
+    values: mx.array | None,
+    scores: mx.array | None,
+    gumbel: mx.array | None,
+    positions: mx.array | None,
+    new_keys: mx.array,
+    new_values: mx.array,
+    n_sink: int,
+    budget: int,
+    recent: int,
+    tau_init: float,
+    tau_end: float,
+    anneal_steps: int,
+    rope_base: float,
+    next_pos: int,
+    pos: int,
+    seeds: Sequence[int],
+    return_indices: bool = False,
+    position_mode: PositionMode = "contiguous",
+) -> tuple[Any, ...]:
+    """`keyformer_update` for BH heads at once, all but their seeds alike.
+
+    Args:
+        keys, values, scores, gumbel, positions: what the last call returned, or five times None.
+        new_keys, new_values: [BH, S, D] and [BH, S, Dv].
+        n_sink, budget, recent, tau_init, tau_end, anneal_steps, rope_base: as in KeyformerState.
+        next_pos, pos: position of the first new token, and tokens inserted before it.
+        seeds: one seed per head.
+        return_indices: also return where each kept row was.
+        position_mode: "contiguous" or "original", see the module (`positions` is the name of the array here).
+
+    Returns:
+        keys [BH, n_kept, D], values [BH, n_kept, Dv], scores, gumbel (float32) and positions (int32) [BH, n_kept],
+        next_pos, pos; with return_indices also [BH, n_kept] int32, ascending, into the stored rows followed by the new.
+
+    Raises:
+        ValueError: a value that cannot work; shapes or dtypes that do not fit together.
+    """
+    _check_new(new_keys, new_values, "[BH, S, D]")
+    BH, S = new_keys.shape[:2]
+    if len(seeds) != BH:
+        raise ValueError(f"seeds: expected one per head ({BH}), got {len(seeds)}.")
+    rule = _Rule(n_sink, budget, recent, tau_init, tau_end, anneal_steps, rope_base, position_mode)
+    rule.check(seeds, next_pos, pos)
+    rows = _stored_rows([keys, values, scores, gumbel, positions], new_keys, new_values, budget)
+    if isinstance(keys, RotatedKeys):
+        rows = rows._replace(unrotated=keys.unrotated)
+    rows, index = _insert(rows, new_keys, new_values, rule, next_pos, pos, seeds)
+    kept = rows.keys if rows.unrotated is None else RotatedKeys(rows.keys, rows.unrotated)
+    out = (kept, *rows[1:5], next_pos + S, pos + S)
+    return (*out, index) if return_indices else out
+
+
+def keyformer_get_kv(state: KeyformerState) -> tuple[mx.array, mx.array]:
+    """Keys [n_kept, D] and values [n_kept, Dv] of the state; two [0, 1] arrays before the first update."""
+    if state.keys is None or state.values is None:
+        return mx.zeros((0, 1), mx.float16), mx.zeros((0, 1), mx.float16)
+    return state.keys, state.values
+
+
+def keyformer_fp16_bytes(state: KeyformerState) -> int:
+    """Bytes of the stored keys and values at 2 bytes a number; bookkeeping is not counted."""
+    return sum(2 * a.size for a in keyformer_get_kv(state))
+
+
+def full_keyformer_fp16_bytes(tokens_seen: int, head_dim: int) -> int:
+    """Bytes of keys and values at 2 bytes a number if all `tokens_seen` tokens were stored."""
+    check_integer("tokens_seen", tokens_seen, 0)
+    check_integer("head_dim", head_dim, 1)
+    return 2 * tokens_seen * head_dim * 2
+
+
+def metal_available() -> bool:
+    """Whether MLX can run on an Apple GPU here. There is no Metal kernel in this module: it runs on MLX operations."""
+    return bool(mx.metal.is_available())
+
+
+def keyformer_fused_evict(
+    keys_mid: mx.array,
+    values_mid: mx.array,
+    scores_mid: mx.array,
+    gumbel_mid: mx.array,
+    positions_mid: mx.array,
+    n_sink: int,
+    rope_base: float,
+    tau: float = 0.0,
+    recent: int = 0,
+    nsg: int = 4,
+    return_indices: bool = False,
+    position_mode: PositionMode = "contiguous",
+) -> tuple[mx.array, ...]:
+    """One eviction per head: the step after a new row has joined rows that were at the budget.
+
+    There is no fused kernel yet: this runs on the reference operations everywhere.
+
+    Args:
+        keys_mid, values_mid: [BH, n, D] and [BH, n, Dv], the new row last.
+        scores_mid, gumbel_mid: [BH, n] float32.
+        positions_mid: [BH, n] int32, where each key is rotated.
+        n_sink, recent: protected first and last rows; n_sink + recent < n.
+        rope_base: for "contiguous".
+        tau: temperature of this decision.
+        nsg: accepted for compatibility, unused.
+        return_indices: also return the kept rows' indices.
+        position_mode: "contiguous" or "original", see the module.
+
+    Returns:
+        keys, values, scores, gumbel, positions with n - 1 rows; with return_indices also [BH, n - 1] int32.
+
+    Raises:
+        ValueError: a value that cannot work; shapes that do not fit together.
+    """
+    _check_new(keys_mid, values_mid, "[BH, n, D]")
+    n = keys_mid.shape[1]
+    rule = _Rule(n_sink, n - 1, recent, tau, tau, 0, rope_base, position_mode)
+    rule.check([0])
+    rows = _stored_rows([keys_mid, values_mid, scores_mid, gumbel_mid, positions_mid], keys_mid, values_mid, n)
+    if position_mode == "contiguous":
+        given = keys_mid.unrotated if isinstance(keys_mid, RotatedKeys) else None
+        rows = rows._replace(unrotated=_unrotated(rows, rope_base) if given is None else given)
+    rows, index = _evict(rows, rule, tau)
+    keys = rows.keys if rows.unrotated is None else RotatedKeys(rows.keys, rows.unrotated)
+    return (keys, *rows[1:5], index) if return_indices else (keys, *rows[1:5])
+
+
+# -- what goes in --------------------------------------------------------------------------------------------------
+
+
+def _check_new(keys: mx.array, values: mx.array, axes: str) -> None:
+    ndim = axes.count(",") + 1
+    for name, a in (("keys", keys), ("values", values)):
+        if a.ndim != ndim or a.shape[-1] == 0 or not mx.issubdtype(a.dtype, mx.floating):
+            raise ValueError(f"{name}: expected {axes} of a floating dtype, got {a.dtype} {a.shape}.")
+    if keys.shape[:-1] != values.shape[:-1]:
+        raise ValueError(f"values: expected as many rows as keys {keys.shape}, got {values.shape}.")
+
+
+def _stored_rows(arrays: Sequence[mx.array | None], keys: mx.array, values: mx.array, budget: int) -> _Rows:
+    """The stored rows that new keys and values [R, S, ...] join, checked against them; none given: zero rows."""
+    names = ("keys", "values", "scores", "gumbel", "positions")
+    missing = [name for name, a in zip(names, arrays, strict=True) if a is None]
+    R = keys.shape[0]
+    if len(missing) == len(names):
+        flat = [mx.zeros((R, 0), dtype) for dtype in (mx.float32, mx.float32, mx.int32)]
+        return _Rows(keys[:, :0], values[:, :0], *flat)
+    if missing:
+        raise ValueError(
+            f"{missing[0]}: expected an array, as {len(names) - len(missing)} of the others are, got None."
+        )
+    n = arrays[0].shape[1] if arrays[0] is not None and arrays[0].ndim == 3 else -1
+    fits = ((R, n, keys.shape[2]), (R, n, values.shape[2]), (R, n), (R, n), (R, n))
+    types = (keys.dtype, values.dtype, mx.float32, mx.float32, mx.int32)
+    for name, a, shape, dtype in zip(names, arrays, fits, types, strict=True):
+        assert a is not None
+        if a.shape != shape or a.dtype != dtype:
+            raise ValueError(
+                f"{name}: expected {dtype} {shape} to match the new keys and values and the other arrays, "
+                f"got {a.dtype} {a.shape}."
+            )
+    if n > budget:
+        raise ValueError(f"keys: expected at most budget ({budget}) stored rows, got {n}; evict them first.")
+    return _Rows(*(a for a in arrays if a is not None))
+
+
+# -- insertion -------------------------------------------------------------------------------------------------------
+
+
+def _insert(
+    rows: _Rows,
+    new_keys: mx.array,
+    new_values: mx.array,
+    rule: _Rule,
+    next_pos: int,
+    pos: int,
+    seeds: Sequence[int],
+) -> tuple[_Rows, mx.array]:
+    """The rows after the S new ones, and where each was: [R, n_kept] int32 into stored, then new rows."""
+    R, S = new_keys.shape[:2]
+    if S == 0:
+        n = rows.keys.shape[1]
+        return rows, mx.broadcast_to(mx.arange(n, dtype=mx.int32), (R, n))
+    gumbel = _gumbel(tuple(seeds), pos, S)
+    positions = np.broadcast_to(np.arange(next_pos, next_pos + S, dtype=np.int32), (R, S))
+    taus = rule.temperatures(pos, S)
+    if rule.position_mode == "original" and on_cpu():
+        rows, index = _insert_numpy(rows, new_keys, new_values, gumbel, positions, rule, taus)
+    else:
+        scores = mx.where(mx.all(mx.isfinite(new_keys), axis=-1), 0.0, -mx.inf)
+        new = _Rows(new_keys, new_values, scores, mx.array(gumbel), mx.array(positions))
+        insert = _insert_mlx if rule.position_mode == "original" else _insert_contiguous
+        rows, index = insert(rows, new, rule, taus)
+    mx.async_eval(*(a for a in rows if a is not None), index)  # so that no graph grows from call to call
+    return rows, index
+
+
+def _insert_numpy(
+    rows: _Rows,
+    new_keys: mx.array,
+    new_values: mx.array,
+    gumbel: np.ndarray,
+    positions: np.ndarray,
+    rule: _Rule,
+    taus: Sequence[float],
+) -> tuple[_Rows, mx.array]:
+    """`_insert` for "original" on a CPU, all but keys and values in NumPy: each wait for MLX costs time."""
+    S, n = gumbel.shape[1], rows.keys.shape[1]
+    keys = new_keys.astype(mx.float32) if new_keys.dtype == mx.bfloat16 else new_keys  # NumPy has no bfloat16
+    scores = np.where(np.isfinite(np.asarray(keys)).all(axis=-1), np.float32(0.0), np.float32(-np.inf))
+    limits = (rule.budget, rule.n_sink, rule.recent)
+    old = [np.asarray(a) for a in rows[2:5]]
+    if S == 1 and n == rule.budget:
+        tau = np.float32(taus[0])
+        noisy = (old[1] * tau if tau != 1 else old[1], gumbel[:, 0] * tau) if tau else ()
+        gone, old[0] = step_numpy(rows.keys, new_keys, old[0], scores[:, 0], *limits[1:], *noisy)
+        column = np.broadcast_to(np.arange(n, dtype=np.int32), old[0].shape)
+        if (gone == n).all():
+            return rows._replace(scores=mx.array(old[0])), mx.array(column)
+        kept = column + (column >= gone[:, None])
+        joined = [np.concatenate(pair, axis=1) for pair in zip(old, (scores, gumbel, positions), strict=True)]
+        scores = _rows_of(joined[0], kept)
+    else:
+        joined = [np.concatenate(pair, axis=1) for pair in zip(old, (scores, gumbel, positions), strict=True)]
+        frozen = joined[1] if any(taus) else None
+        kept, scores = walk_numpy(rows.keys, new_keys, joined[0], *limits, frozen, taus)
+    index = mx.array(kept)
+    small = (mx.array(a) for a in (scores, _rows_of(joined[1], kept), _rows_of(joined[2], kept)))
+    return _Rows(_take(rows.keys, new_keys, index), _take(rows.values, new_values, index), *small), index
+
+
+def _rows_of(a: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """`np.take_along_axis` over [R, n], several times faster."""
+    return a.take(index + a.shape[1] * np.arange(len(a))[:, None])
+
+
+def _insert_mlx(rows: _Rows, new: _Rows, rule: _Rule, taus: Sequence[float]) -> tuple[_Rows, mx.array]:
+    """`_insert` for "original" without leaving the device."""
+    scores, gumbel, positions = (mx.concatenate([a, b], axis=1) for a, b in zip(rows[2:5], new[2:5], strict=True))
+    frozen = gumbel if any(taus) else None
+    index, scores = walk_mlx(rows.keys, new.keys, scores, rule.budget, rule.n_sink, rule.recent, frozen, taus)
+    gumbel, positions = (mx.take_along_axis(a, index, axis=1) for a in (gumbel, positions))
+    keys, values = _take(rows.keys, new.keys, index), _take(rows.values, new.values, index)
+    return _Rows(keys, values, scores, gumbel, positions), index
+
+
+def _take(old: mx.array, new: mx.array, index: mx.array) -> mx.array:
+    """Rows `index` [R, kept] of old [R, n, D] and new [R, S, D] in a row; one new row joins without a copy of all."""
+    n, S, kept = old.shape[1], new.shape[1], index.shape[1]
+    if kept == n + S:
+        return mx.concatenate([old, new], axis=1)
+    if S > 1:
+        return take_rows(mx.concatenate([old, new], axis=1), index)
+    taken = take_rows(old, mx.minimum(index, n - 1))
+    # not `taken` on the right: read while it is written, it would be copied
+    taken[:, -1:] = mx.where((index[:, -1:] == n)[..., None], new, old[:, -1:])
+    return taken
+
+
+def _insert_contiguous(rows: _Rows, new: _Rows, rule: _Rule, taus: Sequence[float]) -> tuple[_Rows, mx.array]:
+    """`_insert`, token by token: an eviction changes the rows that the next token is scored against."""
+    R, n, D = rows.keys.shape
+    if rows.unrotated is None:
+        rows = rows._replace(unrotated=_unrotated(rows, rule.rope_base))
+    new = new._replace(unrotated=_unrotated(new, rule.rope_base))
+    index = mx.broadcast_to(mx.arange(n, dtype=mx.int32), (R, n))
+    for i, tau in enumerate(taus):
+        one = _Rows(*(a[:, i : i + 1] for a in new if a is not None))
+        bad = one.scores == -mx.inf
+        if rows.keys.shape[1] == 0:
+            one = one._replace(scores=mx.where(bad, -mx.inf, 1.0))
+        else:
+            usable = rows.scores != -mx.inf
+            keys = mx.where(usable[..., None], rows.keys.astype(mx.float32), 0.0)
+            logits = (keys @ one.keys.astype(mx.float32).swapaxes(1, 2))[..., 0] * D**-0.5
+            lowest = mx.finfo(mx.float32).min
+            logits = mx.where(usable & ~mx.isnan(logits), mx.clip(logits, lowest, -lowest), lowest)
+            mass = mx.softmax(logits, axis=-1)
+            rows = rows._replace(scores=mx.where(usable & ~bad, rows.scores + mass, rows.scores))
+        rows = _Rows(*(mx.concatenate(pair, axis=1) for pair in zip(rows, one, strict=True)))  # type: ignore[arg-type]
+        index = mx.concatenate([index, mx.full((R, 1), n + i, mx.int32)], axis=1)
+        if rows.keys.shape[1] > rule.budget:
+            rows, kept = _evict(rows, rule, tau)
+            index = take_rows(index, kept)
+        if i % 8 == 7:
+            mx.eval(*rows, index)
+    return rows, index
+
+
+def _evict(rows: _Rows, rule: _Rule, tau: float) -> tuple[_Rows, mx.array]:
+    """The rows without the one that goes in each head, and the indices [R, n - 1] int32 of the others."""
+    R, n, D = rows.keys.shape
+    column = mx.arange(n, dtype=mx.int32)
+    rank = rows.scores if tau == 0 else rows.scores + tau * rows.gumbel
+    everything = mx.ones((R, n), mx.bool_)
+    gone = evict_row(rank, column, everything, mx.array(n), rule.n_sink, mx.array(rule.recent))
+    labels = column[:-1]
+    index = labels + (labels >= gone)
+    rows = _Rows(*(take_rows(a, index) for a in rows if a is not None))
+    if rows.unrotated is not None:
+        turned = rotate(rows.unrotated, *_label_turns(n - 1, D, rule.rope_base)).astype(rows.keys.dtype)
+        moved = rows.positions != labels
+        rows = rows._replace(
+            keys=mx.where(moved[..., None], turned, rows.keys), positions=mx.broadcast_to(labels, (R, n - 1))
+        )
+    return rows, index
+
+
+def _unrotated(rows: _Rows, rope_base: float) -> mx.array:
+    """The rows before rotation, float32, as far as the rounding of their dtype lets us know them."""
+    return rotate(rows.keys, *turns(-np.asarray(rows.positions), wavelengths(rows.keys.shape[2], rope_base)))
+
+
+@lru_cache(maxsize=8)
+def _label_turns(count: int, dims: int, rope_base: float) -> tuple[mx.array, mx.array]:
+    return turns(np.arange(count), wavelengths(dims, rope_base))
+
+
+def _gumbel(seeds: tuple[int, ...], first: int, count: int) -> np.ndarray:
+    """[R, count] float32, the frozen noise of tokens first, first + 1, ...: one stream per seed."""
+    blocks = range(first // _NOISE_BLOCK, -(-(first + count) // _NOISE_BLOCK))
+    drawn = [_gumbel_block(seeds, b) for b in blocks]
+    start = first % _NOISE_BLOCK
+    return (np.concatenate(drawn, axis=1) if len(drawn) > 1 else drawn[0])[:, start : start + count]
+
+
+@lru_cache(maxsize=1024)
+def _gumbel_block(seeds: tuple[int, ...], block: int) -> np.ndarray:
+    """A stretch of the noise; decoding asks for one number of it at a time."""
+    positions = mx.arange(block * _NOISE_BLOCK, (block + 1) * _NOISE_BLOCK)
+    return np.asarray(mx.stack([noise.gumbel(seed, 0, mx.array(0), positions) for seed in seeds]))
