@@ -15,7 +15,7 @@ from state_oracle import Head, rope
 
 import keyformer
 from keyformer import noise, state
-from keyformer.eviction import walk_mlx, walk_numpy
+from keyformer.eviction import on_cpu, walk_mlx, walk_numpy
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 RULE = {"n_sink": 0, "budget": 4, "recent": 0, "tau_init": 1.0, "tau_end": 1.0, "anneal_steps": 0, "rope_base": 1e4}
@@ -249,6 +249,7 @@ def test_temperature_zero_is_h2o_whatever_the_seed(mode: str) -> None:
 # -- the two walks -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not on_cpu(), reason="NumPy cannot read a CUDA array; the two walks meet on a CPU")
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.integers(0, 2**32), st.integers(0, 6), st.integers(1, 40), st.integers(0, 2), st.integers(0, 2), st.booleans()
