@@ -341,7 +341,6 @@ def keyformer_fused_evict(
     rope_base: float,
     tau: float = 0.0,
     recent: int = 0,
-    nsg: int = 4,
     return_indices: bool = False,
     position_mode: PositionMode = "contiguous",
 ) -> tuple[mx.array, ...]:
@@ -356,7 +355,6 @@ def keyformer_fused_evict(
         n_sink, recent: protected first and last rows; n_sink + recent < n.
         rope_base: for "contiguous".
         tau: temperature of this decision.
-        nsg: accepted for compatibility, unused.
         return_indices: also return the kept rows' indices.
         position_mode: "contiguous" or "original", see the module.
 

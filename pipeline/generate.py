@@ -76,7 +76,7 @@ def generate(lm: KeyformerLM, requests: Sequence[Request], job: Path, on_progres
                 bar.update(task, completed=len(done))
                 on_progress(len(done))
     summary = _telemetry([done[r.id] for r in requests])
-    _write(job / "telemetry.json", json.dumps(summary, indent=1))
+    write_whole(job / "telemetry.json", json.dumps(summary, indent=1))
 
 
 def check_responses(requests: Path, responses: Path) -> tuple[int, int]:
@@ -90,7 +90,7 @@ def read_back(path: Path, requests: Sequence[Request]) -> dict[str, dict[str, An
     """The lines that answer a request, by id. Others (cut off, damaged, foreign) are dropped from the file."""
     done, dropped = _usable(path, {r.id: r.type for r in requests})
     if dropped:
-        _write(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in done.values()))
+        write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in done.values()))
         numbers = ", ".join(map(str, dropped[:10])) + (", ..." if len(dropped) > 10 else "")
         log.warning(
             "%s: %d unusable line(s) (%s) dropped; what they answered is asked again.", path, len(dropped), numbers
@@ -159,7 +159,7 @@ def _append(out: RawIOBase, line: dict[str, Any], path: Path) -> None:
         raise no_space(error, path) from error
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """The whole file or none of it."""
     draft = path.with_name(path.name + ".draft")
     try:

@@ -25,7 +25,7 @@ from keyformer import Policy, make_policy
 
 from . import models, tracking
 from .errors import BadInput, interrupted
-from .generate import check_responses, generate, no_space, read_back
+from .generate import check_responses, generate, no_space, read_back, write_whole
 from .language_model import KeyformerLM
 from .load import load, read_requests
 from .prefill import PrefillStore
@@ -171,15 +171,11 @@ def run_job(cfg: DictConfig) -> dict[str, float]:
     except BadInput as error:
         _say(cfg, name, f"[red]stopped[/]: {error}", started)
         raise StopSweep(str(error)) from error
-    except OSError as error:
-        what = no_space(error, folder)
-        if what is error:
-            _say(cfg, name, f"[red]failed[/]: {type(error).__name__}: {error}", started)
-            raise
-        raise StopSweep(str(what)) from error
     except Exception as error:
         if interrupted.is_set():
             raise KeyboardInterrupt from error
+        if isinstance(error, OSError) and (mended := no_space(error, folder)) is not error:
+            raise StopSweep(str(mended)) from error
         _say(cfg, name, f"[red]failed[/]: {type(error).__name__}: {error}", started)
         raise
     except KeyboardInterrupt:
@@ -224,12 +220,12 @@ def _run_stages(cfg: DictConfig, folder: Path, name: str) -> dict[str, float]:
             read_back(folder / "responses.jsonl", read_requests(data / "requests.jsonl"))
             scored = score(cfg.task, data, folder / "responses.jsonl")
             times["score"] = time.perf_counter() - clock
-            _write(
+            write_whole(
                 folder / "samples.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in scored.samples)
             )
             timed = {f"time/{stage}_s": seconds for stage, seconds in times.items()}
-            _write(folder / "score.json", json.dumps({"metrics": scored.metrics | timed}, indent=1))
-        _write(folder / "times.json", json.dumps(times))
+            write_whole(folder / "score.json", json.dumps({"metrics": scored.metrics | timed}, indent=1))
+        write_whole(folder / "times.json", json.dumps(times))
         if sweep is not None and "publish" in cfg.stages:
             try:
                 tracking.publish_job(sweep, folder)
@@ -239,8 +235,8 @@ def _run_stages(cfg: DictConfig, folder: Path, name: str) -> dict[str, float]:
     except BaseException as error:
         if run is not None:
             if isinstance(error, Exception) and not interrupted.is_set():
-                _write(folder / "failure.txt", traceback.format_exc())
                 run.fail(f"{type(error).__name__}: {error}")
+                write_whole(folder / "failure.txt", traceback.format_exc())
             else:
                 run.kill()
         raise
@@ -255,7 +251,7 @@ def _describe(cfg: DictConfig, folder: Path, name: str, model: models.ModelFolde
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
     config = {k: v for k, v in config.items() if k not in ("sweep", "job")}
-    _write(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
+    write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
     rows = cfg.budget
     if isinstance(rows, float):
         policy = validate(cfg)
@@ -274,7 +270,7 @@ def _describe(cfg: DictConfig, folder: Path, name: str, model: models.ModelFolde
         "dataset_path": os.path.relpath(data),
         "budget_rows": rows,
     }
-    _write(folder / "job.json", json.dumps(job, indent=1))
+    write_whole(folder / "job.json", json.dumps(job, indent=1))
 
 
 @contextmanager
@@ -343,9 +339,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(path.name + ".draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
