@@ -1,11 +1,15 @@
-"""Gumbel noise as a pure function of integers, and the temperature schedule.
+"""Noise as a pure function of integers, and the temperature schedule.
 
 No state and no global random generator: the noise of a row depends on (seed, layer, head, position[, query]) alone,
 so it does not change with chunk sizes, batch rows or a resumed run. 32-bit integer arithmetic only, so that a GPU
 kernel computes the same integers.
 """
 
+import math
+
 import mlx.core as mx
+
+MEAN, DEVIATION = 0.5772156649015329, math.pi / math.sqrt(6)  # of the standard Gumbel distribution
 
 _LAYER, _HEAD, _POSITION, _QUERY = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
 _MASK = 0xFFFFFFFF
@@ -49,6 +53,37 @@ def uniform(seed: int, layer: int, heads: mx.array, positions: mx.array, queries
 def gumbel(seed: int, layer: int, heads: mx.array, positions: mx.array, queries: mx.array | None = None) -> mx.array:
     """Standard Gumbel noise -log(-log(u)), float32: mean 0.5772, standard deviation 1.2825; arguments of `uniform`."""
     return -mx.log(-mx.log(uniform(seed, layer, heads, positions, queries)))
+
+
+def gaussian(seed: int, layer: int, heads: mx.array, positions: mx.array, queries: mx.array | None = None) -> mx.array:
+    """Normal noise with the mean and standard deviation of `gumbel`, float32, by the inverse distribution function.
+
+    It grows with the same uniform number as `gumbel` does, so the two differ in shape alone. Arguments of `uniform`.
+    """
+    u = uniform(seed, layer, heads, positions, queries)
+    return MEAN + (DEVIATION * math.sqrt(2)) * mx.erfinv(2 * u - 1)  # 2u - 1 is exact and strictly inside (-1, 1)
+
+
+def draw(
+    distribution: str,
+    seed: int,
+    layer: int,
+    heads: mx.array,
+    positions: mx.array,
+    queries: mx.array | None = None,
+) -> mx.array:
+    """Noise of a distribution: "gumbel", "gaussian", or "constant" (their mean for every element), float32.
+
+    The other arguments are those of `uniform`; a constant depends on their shapes alone.
+    """
+    if distribution == "gumbel":
+        return gumbel(seed, layer, heads, positions, queries)
+    if distribution == "gaussian":
+        return gaussian(seed, layer, heads, positions, queries)
+    if distribution == "constant":
+        coordinates = [a.shape for a in (heads, positions, queries) if a is not None]
+        return mx.full(mx.broadcast_shapes(*coordinates), MEAN, mx.float32)
+    raise ValueError(f"distribution: expected 'gumbel', 'gaussian' or 'constant', got {distribution!r}.")
 
 
 def temperature(step: int, tau_init: float, tau_end: float, anneal_steps: int) -> float:

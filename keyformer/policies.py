@@ -2,15 +2,24 @@
 
 A policy is five independent choices (whose attention, noise, temperature, which queries count, what is protected);
 each named policy below is a frozen dataclass that fixes them as its paper does. It holds no tensors:
-`keyformer.cache` does the work.
+`keyformer.scores` measures, `keyformer.ranking` ranks, `keyformer.cache` stores and evicts.
 """
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, get_args
 
+Attention = Literal["query", "key", "norm", "difference", "none"]
+Noise = Literal["none", "select", "logit"]
+Distribution = Literal["gumbel", "gaussian", "constant"]
+Normalize = Literal["none", "count"]
+
+_CHOICES = {"attention": Attention, "noise": Noise, "distribution": Distribution, "normalize": Normalize}
 _MOST_ROWS = 2**30  # twice as many still is an int32
+_MOST_POOLED = 255
+_LEAST_DIVISOR = 1e-6  # logits divided by less leave float32
 
 
 def check_integer(name: str, value: object, least: int) -> None:
@@ -24,61 +33,68 @@ class Policy:
     """The five choices. Use a named policy below, or this class with choices of your own.
 
     Attributes:
-        attention: whose attention scores a row: "query", the model's real queries, summed over the query heads of a
-            KV head; "key", each incoming key as its own query (a proxy that needs no hook); "none", position alone.
+        attention: what scores a row. "query": the mass the model's real queries give it, summed over the query heads of
+            a KV head; "key": each incoming key as its own query (a proxy that needs no hook); "norm": -||k||, short
+            keys stay; "difference": -cos(k, mean of the stored keys' directions), unusual keys stay; "none": 0 for
+            every row, so that position (or noise) alone decides. A tie always costs the row of lowest position.
         noise: "none"; "select": score + tau * g at the decision, g frozen per position; "logit": mass =
             softmax((logit + g) / tau).
+        distribution: of g. "gumbel", standard; "gaussian", of the same mean and standard deviation; "constant", that
+            mean.
         redraw: for "logit": noise drawn anew per (query, row), or frozen per row.
         tau_init, tau_end, anneal_steps: temperature, from tau_init to tau_end over anneal_steps steps (0: constant
             tau_init). A step is a decoded token, 0 in the prompt; for "key" attention it is the number of tokens
-            inserted before.
+            inserted before. It multiplies g of noise "select" and divides the logits of "query" attention otherwise:
+            with noise "none" their mass is softmax(logit / tau), the noise-free arm.
         window: the last `window` queries count; 0 counts all of them.
+        decay: each query counts `decay` times as much as the one after it; 1 counts all alike.
+        normalize: "count" divides a score by the number of counted queries that could see the row (with a decay: by
+            what they count), so that early rows have no advantage.
+        pooling: an odd number of rows: a score is averaged over so many temporal neighbours, the row in their middle; 1
+            averages nothing.
         n_sink: first rows of the sequence, never evicted.
         recent: last rows, never evicted: a number of rows, or a fraction of the budget in [0, 1).
         seed: seed of the noise.
 
     Raises:
-        ValueError: a value that cannot work, with what was expected.
+        ValueError: a value that cannot work, or a choice that has no effect beside the others, with what was expected.
     """
 
     name: ClassVar[str] = "custom"
     evicts: ClassVar[bool] = True
-    attention: Literal["query", "key", "none"] = "query"
-    noise: Literal["none", "select", "logit"] = "none"
+    attention: Attention = "query"
+    noise: Noise = "none"
+    distribution: Distribution = "gumbel"
     redraw: bool = True
     tau_init: float = 1.0
     tau_end: float = 1.0
     anneal_steps: int = 0
     window: int = 0
+    decay: float = 1.0
+    normalize: Normalize = "none"
+    pooling: int = 1
     n_sink: int = 0
     recent: int | float = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.attention not in ("query", "key", "none"):
-            raise ValueError(f"attention: expected 'query', 'key' or 'none', got {self.attention!r}.")
-        if self.noise not in ("none", "select", "logit"):
-            raise ValueError(f"noise: expected 'none', 'select' or 'logit', got {self.noise!r}.")
+        for name, kind in _CHOICES.items():
+            *most, last = (repr(choice) for choice in get_args(kind))
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name}: expected {', '.join(most)} or {last}, got {getattr(self, name)!r}.")
         if self.noise == "logit" and self.attention != "query":
             raise ValueError(f"noise: 'logit' needs attention 'query', got attention {self.attention!r}; use 'select'.")
-        if self.attention != "query" and self.window:
-            raise ValueError(f"window: needs attention 'query', got attention {self.attention!r}; set window to 0.")
-        for name, least in (("anneal_steps", 0), ("window", 0), ("n_sink", 0), ("seed", 0)):
+        for name, least in (("anneal_steps", 0), ("window", 0), ("pooling", 1), ("n_sink", 0), ("seed", 0)):
             check_integer(name, getattr(self, name), least)
         if not isinstance(self.redraw, bool):
             raise ValueError(f"redraw: expected true or false, got {self.redraw!r}.")
         if self.seed >= 2**64:
             raise ValueError(f"seed: expected an integer below 2**64, got {self.seed}.")
-        for name in ("tau_init", "tau_end"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}.")
-        if self.noise == "logit" and self.tau_init <= 0:
-            raise ValueError(f"tau_init: noise 'logit' divides by it, expected more than 0, got {self.tau_init}.")
-        if self.anneal_steps and self.tau_end < self.tau_init:
-            raise ValueError(
-                f"tau_end: expected at least tau_init ({self.tau_init}) when anneal_steps is set, got {self.tau_end}."
-            )
+        if self.pooling % 2 == 0 or self.pooling > _MOST_POOLED:
+            raise ValueError(f"pooling: expected an odd number of at most {_MOST_POOLED} rows, got {self.pooling}.")
+        if not _is_number(self.decay) or not 0 < self.decay <= 1:
+            raise ValueError(f"decay: expected a number in (0, 1], got {self.decay!r}.")
+        self._check_temperature()
         if isinstance(self.recent, float):
             if not 0 <= self.recent < 1:
                 raise ValueError(f"recent: expected a number of rows or a fraction in [0, 1), got {self.recent!r}.")
@@ -87,6 +103,56 @@ class Policy:
         for name in ("window", "n_sink", "recent"):
             if getattr(self, name) > _MOST_ROWS:
                 raise ValueError(f"{name}: expected at most {_MOST_ROWS} rows, got {getattr(self, name)}.")
+        self._check_use()
+
+    def _check_temperature(self) -> None:
+        for name in ("tau_init", "tau_end"):
+            value = getattr(self, name)
+            if not _is_number(value) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}.")
+        if self.attention == "query" and self.noise != "select" and self.tau_init < _LEAST_DIVISOR:
+            raise ValueError(
+                f"tau_init: the logits are divided by it, expected at least {_LEAST_DIVISOR}, got {self.tau_init}."
+            )
+        if self.anneal_steps and self.tau_end < self.tau_init:
+            raise ValueError(
+                f"tau_end: expected at least tau_init ({self.tau_init}) when anneal_steps is set, got {self.tau_end}."
+            )
+
+    def _check_use(self) -> None:
+        """Refuse choices that cannot matter beside the others. A seed is always welcome: sweeps give one to all."""
+        tau = ("tau_init", "tau_end", "anneal_steps")
+        if not self.evicts:
+            idle = [f.name for f in fields(self) if f.name not in ("attention", "seed")]
+            self._refuse(idle, f"policy {self.name!r} keeps every row")
+        if self.attention != "query":
+            self._refuse(
+                ("window", "decay", "normalize", "pooling"), f"needs attention 'query', got {self.attention!r}"
+            )
+        if self.noise == "none":
+            self._refuse(("distribution",), "needs noise, got noise 'none'")
+        if self.noise != "logit":
+            self._refuse(("redraw",), f"only noise 'logit' can be redrawn, got noise {self.noise!r}")
+        if self.noise == "none" and self.attention != "query":
+            self._refuse(tau, f"needs noise or attention 'query', got noise 'none', attention {self.attention!r}")
+        if self.noise == "select" and self.attention == "none":
+            self._refuse(
+                ("distribution", *tau), "the noise is all there is to a score, its size and shape change no rank"
+            )
+        if self.distribution == "constant":
+            self._refuse(("redraw",), "a constant is the same however often it is drawn")
+            if self.noise == "select":
+                self._refuse(("distribution",), "a constant added to every score changes no rank, use noise 'none'")
+        if self.window:
+            self._refuse(("decay",), f"cannot be combined with a window, got window {self.window}")
+        if self.window == 1:
+            self._refuse(("normalize",), "each row is seen by the one query of window 1")
+
+    def _refuse(self, names: Iterable[str], why: str) -> None:
+        for name in names:
+            default, value = getattr(Policy, name), getattr(self, name)
+            if value != default:
+                raise ValueError(f"{name}: {why}; set {name} to {default!r}, got {value!r}.")
 
     def recent_rows(self, budget: int) -> int:
         """Protected last rows at this budget."""
@@ -129,25 +195,58 @@ class Policy:
             )
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Full(Policy):
     """Keeps every row: the reference every other policy is measured against. The budget is ignored."""
 
     name: ClassVar[str] = "full"
     evicts: ClassVar[bool] = False
-    attention: Literal["query", "key", "none"] = "none"
+    attention: Attention = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window(Policy):
-    """The first `n_sink` rows and the most recent ones (a sliding window; Xiao et al., StreamingLLM, ICLR 2024).
+    """The last rows only: every score is 0, and the row of lowest position goes.
 
-    4 sinks by default, as mlx-lm's own RotatingKVCache keeps; kept rows stay at their true positions.
+    The window baseline of the Keyformer paper (Adnan et al., MLSys 2024). It holds the rows of mlx-lm's
+    RotatingKVCache(max_size=budget + 1, keep=n_sink), also when `n_sink` first rows are kept besides.
     """
 
     name: ClassVar[str] = "window"
-    attention: Literal["query", "key", "none"] = "none"
+    attention: Attention = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming(Policy):
+    """Attention sinks and the last rows: the first 4 rows are never evicted, of the others the oldest goes.
+
+    Xiao et al., StreamingLLM, ICLR 2024. The paper counts positions within the cache, which is the cache's option
+    positions="contiguous" and no part of a policy: with the cache's default, "original", rows stay at their true
+    positions, as in mlx-lm's RotatingKVCache(max_size=budget + 1, keep=4).
+    """
+
+    name: ClassVar[str] = "streaming"
+    attention: Attention = "none"
     n_sink: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Random(Policy):
+    """A random choice of rows, the last 30 % of the budget protected: what `keyformer` must beat.
+
+    score = g, frozen per (KV head, position): the row with the lowest draw goes. No paper's method but its control: the
+    same protected rows as `keyformer`, nothing learnt from attention. A row's draw never changes, so the rows kept are
+    at every time a uniform sample of those that could be evicted.
+    """
+
+    name: ClassVar[str] = "random"
+    attention: Attention = "none"
+    noise: Noise = "select"
+    recent: int | float = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,10 +268,14 @@ class Keyformer(Policy):
     the budget protected. We differ from that code where it departs from its paper: rows are freed, scores are per
     sequence, and a token leaving the recent window competes to stay. `anneal_steps` is the paper's T; its code uses
     max_new_tokens, 128.
+
+    The arms of the paper's ablation: `redraw=False` (its algorithm 1 draws once), `distribution="gaussian"`,
+    `distribution="constant"`, and `noise="none"`, which is softmax(q.k / sqrt(D) / tau) and with tau_end=1 plain mass.
+    A constant cannot change a softmax, so its arm equals `noise="none"` here; the paper reports it as far worse.
     """
 
     name: ClassVar[str] = "keyformer"
-    noise: Literal["none", "select", "logit"] = "logit"
+    noise: Noise = "logit"
     tau_end: float = 2.0
     anneal_steps: int = 128
     recent: int | float = 0.3
@@ -187,13 +290,71 @@ class KeyformerProxy(Policy):
     """
 
     name: ClassVar[str] = "keyformer_proxy"
-    attention: Literal["query", "key", "none"] = "key"
-    noise: Literal["none", "select", "logit"] = "select"
+    attention: Attention = "key"
+    noise: Noise = "select"
     n_sink: int = 4
     recent: int | float = 0.25
 
 
-POLICIES: dict[str, type[Policy]] = {p.name: p for p in (Full, Window, H2O, Keyformer, KeyformerProxy)}
+@dataclass(frozen=True, kw_only=True)
+class Tova(Policy):
+    """The row to which the last query gives least goes: score = softmax(q_last.k / sqrt(D)).
+
+    Oren et al., "Transformers are multi-state RNNs", EMNLP 2024. Nothing is protected; a new row has its own query's
+    mass when it first competes. The paper averages over all heads of a layer and evicts one token from all of them;
+    here each KV head decides for itself, by the sum over its query heads.
+    """
+
+    name: ClassVar[str] = "tova"
+    window: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(Policy):
+    """score = average over 7 neighbours of the mass that the last 32 queries give; the last 32 rows are protected.
+
+    Li et al., SnapKV, NeurIPS 2024. The paper selects once, at the end of the prompt, and keeps whatever is decoded;
+    here the same rule goes on while decoding, so memory stays fixed. Its code pools the rows before the window, counts
+    zeros beyond the ends and lets each query head select; here the rows of the window are neighbours too, an average is
+    over the neighbours that exist, and the query heads of a KV head select together. Budgets of fewer than 33 rows need
+    a smaller `recent`.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    window: int = 32
+    pooling: int = 7
+    recent: int | float = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knorm(Policy):
+    """Short keys stay: score = -||k||, the Euclidean norm.
+
+    Devoto et al., "A simple and effective L2 norm-based strategy for KV cache compression", EMNLP 2024. RoPE turns keys
+    and leaves their norm, so positions do not matter. The paper spares the first layers; here every layer evicts
+    (`allocate` gives a layer more rows). Needs no hook in the model's attention.
+    """
+
+    name: ClassVar[str] = "knorm"
+    attention: Attention = "norm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyDiff(Policy):
+    """Unusual keys stay: score = -cos(k, m), m the mean of k / ||k|| over the stored rows of the KV head.
+
+    Park et al., KeyDiff, NeurIPS 2025. Keys are compared as they are stored: rotated at their positions with the
+    cache's positions="original", not rotated with "contiguous". m is taken anew at each eviction, of the rows that are
+    stored then. Prefill "chunked" is the paper's way. Needs no hook in the model's attention.
+    """
+
+    name: ClassVar[str] = "keydiff"
+    attention: Attention = "difference"
+
+
+POLICIES: dict[str, type[Policy]] = {
+    p.name: p for p in (Full, Window, Streaming, Random, H2O, Keyformer, KeyformerProxy, Tova, SnapKV, Knorm, KeyDiff)
+}
 
 
 def make_policy(name: str, **choices: object) -> Policy:

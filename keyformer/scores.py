@@ -11,13 +11,13 @@ Mask = mx.array | str | None
 
 @dataclass(frozen=True)
 class LogitNoise:
-    """Gumbel noise for the logits of one call: who asks (query positions) and who is asked (row positions)."""
+    """Noise for the logits of one call: who asks (query positions) and who is asked (row positions)."""
 
     seed: int
     layer: int
     rows: mx.array  # [B, Hkv, n] int32, the position of each stored row
     queries: mx.array | None  # [B, S] int32, the position of each query; None: frozen per row
-    tau: mx.array | float  # [B, 1, 1, 1] float32, or one number for all
+    distribution: str = "gumbel"  # as `keyformer.noise.draw` takes it
 
 
 def attention_mass(
@@ -28,10 +28,14 @@ def attention_mass(
     *,
     usable: mx.array | None = None,
     noise: LogitNoise | None = None,
+    tau: mx.array | float = 1.0,
+    weight: mx.array | None = None,
+    sinks: mx.array | None = None,
+    soft_cap: float | None = None,
     per_query: bool = False,
     tile_bytes: int = 1 << 28,
 ) -> mx.array:
-    """Sum over queries and over the query heads of each KV head of softmax((q.k * scale [+ g]) [/ tau]), in float32.
+    """Sum over queries and over the query heads of each KV head of softmax((q.k * scale [+ g]) / tau), in float32.
 
     Args:
         queries: [B, Hq, S, D], as the attention call saw them (rotated).
@@ -40,7 +44,12 @@ def attention_mass(
         mask: that call's mask: None, "causal" (bottom-right: the last query sees every row), or a boolean or additive
             array that broadcasts to [B, Hq or 1, S, n].
         usable: [B, Hkv, n] boolean; rows that are False (padding, or a NaN or infinite key) get no mass and take none.
-        noise: Gumbel noise on the logits.
+        noise: added to the logits, masked or not.
+        tau: divides the logits (mask and noise included): one number, or [B, 1, 1, 1] float32. More than 0.
+        weight: [S] or [B, S] float32, how much each query counts; None: all count 1.
+        sinks: [Hq], one logit per query head that takes part in the softmax as a row would and whose mass nobody gets
+            (gpt_oss). Neither scaled nor noised; divided by tau like the others.
+        soft_cap: c: logits become c * tanh(logit / c), before mask and noise (gemma2).
         per_query: return [B, Hkv, S, n] instead of the sum over queries.
         tile_bytes: bound on one tile's float32 logits; queries are taken in tiles of this size.
 
@@ -53,8 +62,14 @@ def attention_mass(
     if usable is not None:
         keys = mx.where(usable[..., None], keys, 0.0)
     queries = queries.astype(mx.float32) * scale
-    weight = mx.all(mx.isfinite(queries), axis=-1)
-    queries = mx.where(weight[..., None], queries, 0.0)
+    finite = mx.all(mx.isfinite(queries), axis=-1)
+    queries = mx.where(finite[..., None], queries, 0.0)
+    counts = finite.astype(mx.float32)
+    if weight is not None:
+        counts = counts * weight.reshape(-1, 1, S)
+    if sinks is not None:
+        sinks = sinks.astype(mx.float32).reshape(1, Hq, 1, 1)
+    asked = _Asked(queries, keys, counts, mask, usable, noise, tau, sinks, soft_cap)
     # logits and their softmax live at once, and noise needs a hash and its logarithms beside them
     tile = max(1, tile_bytes // (B * Hq * n * 4 * (5 if noise else 3)))
     if isinstance(mask, str):
@@ -65,7 +80,7 @@ def attention_mass(
     for first in range(0, S, tile):
         last = min(first + tile, S)
         seen = n - S + last if isinstance(mask, str) else n
-        part = _tile_mass(queries, keys, weight, mask, usable, noise, first, last, seen, per_query)
+        part = _tile_mass(asked, first, last, seen, per_query)
         part = mx.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, n - seen)]) if seen < n else part
         if per_query:
             parts.append(part)
@@ -76,24 +91,31 @@ def attention_mass(
     return mx.concatenate(parts, axis=2) if per_query else total
 
 
-def _tile_mass(
-    queries: mx.array,
-    keys: mx.array,
-    weight: mx.array,
-    mask: Mask,
-    usable: mx.array | None,
-    noise: LogitNoise | None,
-    first: int,
-    last: int,
-    seen: int,
-    per_query: bool,
-) -> mx.array:
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of `attention_mass` as every tile needs them."""
+
+    queries: mx.array  # float32, scaled, 0 where not finite
+    keys: mx.array  # float32, 0 where not usable
+    counts: mx.array  # [B, Hq, S] float32, what each query counts, 0 where not finite
+    mask: Mask
+    usable: mx.array | None
+    noise: LogitNoise | None
+    tau: mx.array | float
+    sinks: mx.array | None  # [1, Hq, 1, 1] float32
+    soft_cap: float | None
+
+
+def _tile_mass(asked: _Asked, first: int, last: int, seen: int, per_query: bool) -> mx.array:
     """Mass of queries first..last over rows 0..seen: [B, Hkv, seen] or [B, Hkv, last - first, seen]."""
+    queries, keys, mask = asked.queries, asked.keys, asked.mask
     B, Hq, S, D = queries.shape
     Hkv, n = keys.shape[1], keys.shape[2]
     G, T = Hq // Hkv, last - first
     q = queries[:, :, first:last].reshape(B, Hkv, G * T, D)
     logits = (q @ keys[:, :, :seen].swapaxes(-1, -2)).reshape(B, Hkv, G, T, seen)
+    if asked.soft_cap is not None:
+        logits = asked.soft_cap * mx.tanh(logits / asked.soft_cap)
     allowed = None
     if isinstance(mask, str):
         allowed = (mx.arange(first, last)[:, None] + (n - S)) >= mx.arange(seen)[None]
@@ -107,22 +129,32 @@ def _tile_mass(
         else:
             allowed = mask > mx.finfo(mask.dtype).min  # -inf, or the lowest number there is, hides a row
             logits = logits + mask.astype(mx.float32)
-    if usable is not None:
-        rows = usable[:, :, None, None, :seen]
+    if asked.usable is not None:
+        rows = asked.usable[:, :, None, None, :seen]
         allowed = rows if allowed is None else allowed & rows
-    if noise is not None:
+    if asked.noise is not None:
+        noise = asked.noise
         heads = mx.arange(Hq).reshape(1, Hkv, G, 1, 1)
         asking = None if noise.queries is None else noise.queries[:, None, None, first:last, None]
-        g = _noise.gumbel(noise.seed, noise.layer, heads, noise.rows[:, :, None, None, :seen], asking)
-        tau = noise.tau[..., None] if isinstance(noise.tau, mx.array) else noise.tau
-        logits = (logits + g) / tau
+        rows = noise.rows[:, :, None, None, :seen]
+        logits = logits + _noise.draw(noise.distribution, noise.seed, noise.layer, heads, rows, asking)
+    tau = asked.tau
+    if isinstance(tau, mx.array):
+        logits = logits / tau[..., None]
+    elif tau != 1:
+        logits = logits / tau
     if allowed is not None:
         logits = mx.where(allowed, logits, mx.finfo(mx.float32).min)
     p = mx.softmax(logits, axis=-1)
-    w = weight[:, :, first:last].reshape(B, Hkv, G, T)
+    counts = asked.counts[:, :, first:last].reshape(B, Hkv, G, T)
     if allowed is not None:
-        w = w & mx.any(allowed, axis=-1)  # the softmax of a query that sees no row at all is uniform: it must not count
-    w = w.astype(mx.float32)
+        # the softmax of a query that sees no row at all is uniform: it must not count
+        counts = mx.where(mx.any(allowed, axis=-1), counts, 0.0)
+    if asked.sinks is not None:
+        # softmax over rows and sink = softmax over rows times the rows' share: exp(all) / (exp(all) + exp(sink))
+        sinks = (asked.sinks / tau).reshape(-1, Hkv, G, 1)
+        share = mx.sigmoid(mx.logsumexp(logits, axis=-1) - sinks)
+        counts = counts * share
     if per_query:
-        return (p * w[..., None]).sum(axis=2)
-    return (w.reshape(B, Hkv, 1, G * T) @ p.reshape(B, Hkv, G * T, seen))[:, :, 0]
+        return (p * counts[..., None]).sum(axis=2)
+    return (counts.reshape(B, Hkv, 1, G * T) @ p.reshape(B, Hkv, G * T, seen))[:, :, 0]
