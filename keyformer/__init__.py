@@ -2,7 +2,22 @@
 
 from .cache import BatchKeyformerKVCache, KeyformerKVCache
 from .hook import attached, make_prompt_cache
-from .policies import H2O, POLICIES, Full, Keyformer, KeyformerProxy, Policy, Window, make_policy
+from .policies import (
+    H2O,
+    POLICIES,
+    Full,
+    KeyDiff,
+    Keyformer,
+    KeyformerProxy,
+    Knorm,
+    Policy,
+    Random,
+    SnapKV,
+    Streaming,
+    Tova,
+    Window,
+    make_policy,
+)
 from .rope import rope_remap_positions
 from .state import (
     KeyformerState,
@@ -21,11 +36,17 @@ __all__ = [
     "POLICIES",
     "BatchKeyformerKVCache",
     "Full",
+    "KeyDiff",
     "Keyformer",
     "KeyformerKVCache",
     "KeyformerProxy",
     "KeyformerState",
+    "Knorm",
     "Policy",
+    "Random",
+    "SnapKV",
+    "Streaming",
+    "Tova",
     "Window",
     "attached",
     "full_keyformer_fp16_bytes",

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import _BaseCache, create_attention_mask
 from . import noise
 from .eviction import evict_row, keep_rows, walk
 from .policies import POLICIES, Policy, make_policy
+from .ranking import rank_rows
 from .scores import LogitNoise, Mask, attention_mass
 
 _STEP = 256
@@ -390,7 +391,7 @@ class KeyformerKVCache(_BaseCache):
         logit_noise = None
         if p.noise == "logit":
             asking = mx.array([list(range(o - S, o)) for o in self._offsets], mx.int32) if p.redraw else None
-            logit_noise = LogitNoise(p.seed, self.layer, self.positions[..., :n], asking, self._tau())
+            logit_noise = LogitNoise(p.seed, self.layer, self.positions[..., :n], asking, p.distribution)
         mass = attention_mass(
             queries,
             keys,
@@ -398,6 +399,7 @@ class KeyformerKVCache(_BaseCache):
             mask,
             usable=usable,
             noise=logit_noise,
+            tau=1.0 if p.noise == "select" else self._tau(),
             per_query=bool(p.window),
             tile_bytes=self.score_bytes,
         )
@@ -424,21 +426,22 @@ class KeyformerKVCache(_BaseCache):
 
     def _rank(self, n: int) -> mx.array:
         """[B, Hkv, n] float32, what the decision compares."""
-        assert self.scores is not None and self.positions is not None
-        if self.policy.attention == "none":
-            bad = self.scores[..., :n] == -mx.inf
-            return mx.where(bad, -mx.inf, self.positions[..., :n].astype(mx.float32))
-        rank = self.scores[..., :n]
-        if self.policy.noise == "select":
-            tau = self._tau()
-            rank = rank + (tau[..., 0] if isinstance(tau, mx.array) else tau) * self._frozen_noise(
-                self.positions[..., :n]
-            )
-        return rank
+        assert self.scores is not None and self.positions is not None and self.keys is not None
+        tau = self._tau()
+        return rank_rows(
+            self.policy,
+            self.layer,
+            self.scores[..., :n],
+            self.positions[..., :n],
+            self.keys[..., :n, :],
+            self._stored_mask(n),
+            mx.array(self._offsets, mx.int32)[:, None, None],
+            tau[..., 0] if isinstance(tau, mx.array) else tau,
+        )
 
     def _frozen_noise(self, positions: mx.array) -> mx.array:
         heads = mx.arange(positions.shape[1])[:, None]
-        return noise.gumbel(self.policy.seed, self.layer, heads, positions)
+        return noise.draw(self.policy.distribution, self.policy.seed, self.layer, heads, positions)
 
     def _evict(self) -> None:
         """After a decode step: choose the slot each full sequence frees."""
