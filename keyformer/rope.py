@@ -1,11 +1,253 @@
-"""Rotary position embedding: the float32 rotation of rows that already carry one.
+"""Rotary position embedding: rows that already carry a rotation are turned on, in float32; and which one a model has.
 
 A pair of components of a row at position p is turned by the angle p / wavelength_i; MLX's default pairs component i
 with i + dims / 2, `traditional` pairs 2i with 2i + 1. Angles are float64 on the host, so that far positions stay exact.
 """
 
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask, make_prompt_cache
+
+_LOW_BITS = 12  # of a shift; the high table has as many rows, so 2**24 positions are in reach
+_PROBED = 16384  # positions far enough apart to tell slow wavelengths, near enough for MLX's own float32 angles
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How one attention layer turns its keys.
+
+    Attributes:
+        wavelengths: one per pair that turns, what `mx.fast.rope` calls `freqs` (a scale of the positions divides them);
+            infinite for a pair that does not turn, negative where the model turns the other way. The components
+            beyond 2 * len(wavelengths) stay as they are; an empty tuple is a layer without rotation.
+        traditional: the model pairs neighbours, not component i with i + len(wavelengths).
+
+    Raises:
+        ValueError: a wavelength that is 0 or no number.
+    """
+
+    wavelengths: tuple[float, ...]
+    traditional: bool = False
+
+    def __post_init__(self) -> None:
+        for w in self.wavelengths:
+            if not isinstance(w, float) or math.isnan(w) or w == 0:
+                raise ValueError(f"wavelengths: expected numbers other than 0, got {w!r}; take the model's own.")
+
+    def turn(self, x: mx.array, shift: mx.array) -> mx.array:
+        """Rows turned on by `shift` positions. Builds a graph, evaluates nothing.
+
+        The angle sums of two tables (the high and the low bits of the shift) are within 2e-7 of the definition. Where a
+        shift is 0 the row comes back bit for bit; beyond 2**24 positions it comes back as NaN.
+
+        Args:
+            x: [..., n, D] of a floating dtype.
+            shift: [..., n] int32, new position - old position, or what broadcasts to it.
+
+        Returns:
+            [..., n, D], computed in float32, in the dtype of `x`.
+
+        Raises:
+            ValueError: rows too short for the pairs that turn.
+        """
+        half = len(self.wavelengths)
+        if x.shape[-1] < 2 * half:
+            raise ValueError(f"x: expected rows of at least {2 * half} components, got {x.shape[-1]}.")
+        if not half:
+            return x
+        low_table, high_table = _tables(self.wavelengths)
+        distance = mx.minimum(mx.abs(shift), 1 << 2 * _LOW_BITS)
+        low, high = low_table[distance & (1 << _LOW_BITS) - 1], high_table[distance >> _LOW_BITS]
+        sense = mx.sign(shift).astype(mx.float32)[..., None]
+        if self.traditional:
+            a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+        else:
+            a, b = x[..., :half], x[..., half : 2 * half]
+        a, b = _turn_pairs(
+            a.astype(mx.float32),
+            b.astype(mx.float32),
+            low[..., :half],
+            low[..., half:],
+            high[..., :half],
+            high[..., half:],
+            sense,
+        )
+        if self.traditional:
+            turned = mx.stack([a, b], axis=-1).reshape(*a.shape[:-1], 2 * half)
+        else:
+            turned = mx.concatenate([a, b], axis=-1)
+        turned = turned.astype(x.dtype)
+        if x.shape[-1] > 2 * half:
+            turned = mx.concatenate([turned, x[..., 2 * half :]], axis=-1)
+        # 1 * a - 0 * b is not a, bit for bit, where b is infinite or a is -0.0
+        return mx.where((shift == 0)[..., None], x, turned)
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads back exactly."""
+        waves = [w if math.isfinite(w) else None for w in self.wavelengths]
+        return json.dumps({"wavelengths": waves, "traditional": self.traditional})
+
+    @classmethod
+    def from_json(cls, text: str) -> Rope:
+        """The Rope that `to_json` wrote."""
+        s = json.loads(text)
+        return cls(tuple(math.inf if w is None else w for w in s["wavelengths"]), s["traditional"])
+
+
+@lru_cache(maxsize=32)
+def _tables(waves: tuple[float, ...]) -> tuple[mx.array, mx.array]:
+    """Cosines beside sines, float32 [rows, 2 * half], for every low part of a shift and every high part."""
+    steps = np.arange(1 << _LOW_BITS)[:, None]
+    low, high = (steps * unit / np.asarray(waves) for unit in (1.0, float(1 << _LOW_BITS)))
+    high = np.concatenate([high, np.full((1, len(waves)), np.nan)])  # where shifts out of reach end
+    low, high = (np.concatenate([np.cos(a), np.sin(a)], axis=1).astype(np.float32) for a in (low, high))
+    return mx.array(low), mx.array(high)
+
+
+@partial(mx.compile, shapeless=True)
+def _turn_pairs(
+    a: mx.array,
+    b: mx.array,
+    low_cos: mx.array,
+    low_sin: mx.array,
+    high_cos: mx.array,
+    high_sin: mx.array,
+    sense: mx.array,
+) -> tuple[mx.array, mx.array]:
+    cos = low_cos * high_cos - low_sin * high_sin
+    sin = (low_sin * high_cos + low_cos * high_sin) * sense
+    return a * cos - b * sin, a * sin + b * cos
+
+
+def read_ropes(model: nn.Module, layers: Sequence[int]) -> list[Rope]:
+    """How the model turns the keys that it stores in its caches `layers`.
+
+    Candidates are the model's rotary modules. Which one turns the keys of which cache, or none (NoPE), is not
+    taken from names: the model runs twice on one token, its caches at position 0 and at positions of their own, and the
+    stored keys must differ by exactly one candidate's turn, the stored values not at all. So a model that scales keys
+    after turning them, or places them in a way of its own, is refused rather than misread.
+
+    Args:
+        model: an mlx-lm model with its weights.
+        layers: indices into the list of caches that mlx-lm makes for the model; each a plain KVCache, or a CacheList
+            that holds one.
+
+    Returns:
+        A Rope for each of `layers`.
+
+    Raises:
+        ValueError: a layer without such a cache; keys that none of the rotary modules accounts for, or whose turn
+            depends on the length of the text (MLA, learned positions, dynamic NTK): the module is named.
+    """
+    name = type(model).__module__
+    latent = sorted({type(m).__name__ for _, m in model.named_modules() if hasattr(m, "kv_lora_rank")})
+    if latent:
+        raise ValueError(
+            f"{name}: expected a cache of keys, got one of latents: multi-head latent attention "
+            f"(MLA: {', '.join(latent)}); use positions='original'."
+        )
+    candidates, unreadable = _candidates(model)
+    starts = [_stored_rows(model, layers, [0] * len(layers)), _stored_rows(model, layers, _probed(len(layers)))]
+    found = []
+    for layer, distance, (k0, v0), (k, v) in zip(layers, _probed(len(layers)), *starts, strict=True):
+        shift = mx.array(distance, mx.int32)
+        fitting = [r for r in candidates if 2 * len(r.wavelengths) <= k.shape[-1] and _equal(r.turn(k0, shift), k)]
+        if len(fitting) != 1 or not _equal(v0, v):
+            what = f"rotary modules that cannot be read: {', '.join(unreadable)}" if unreadable else "something else"
+            if not _equal(v0, v):
+                what = "values that depend on the position as well (learned positions)"
+            elif fitting:
+                what = f"{len(fitting)} of them that cannot be told apart (are the weights loaded?)"
+            raise ValueError(
+                f"{name}, layer {layer}: expected stored keys turned by one of the model's rotary modules "
+                f"({len(candidates) - 1} found) or not at all, got {what}; use positions='original'."
+            )
+        found += fitting
+    return found
+
+
+def _candidates(model: nn.Module) -> tuple[list[Rope], list[str]]:
+    """Every way of turning that the model's modules hold, no turning included; and the classes that cannot be read."""
+    ropes, unreadable = [Rope(())], set()
+    for _, module in model.named_modules():
+        kind = type(module)
+        if kind is nn.RoPE:
+            ropes.append(
+                Rope(tuple((wavelengths(module.dims, module.base) / module.scale).tolist()), module.traditional)
+            )
+            continue
+        known = ("_freqs", "_rope_freqs") if kind.__module__.startswith("mlx_lm.") else ()
+        tables = [t for t in (getattr(module, n, None) for n in known) if isinstance(t, mx.array) and t.ndim == 1]
+        # without the flag (nanochat and talkie turn in a function) the stored keys tell
+        sides = [module.traditional] if hasattr(module, "traditional") else [False, True]
+        ropes += [Rope(tuple(np.array(t, np.float64).tolist()), side) for t in tables for side in sides]
+        if not tables and "rope" in kind.__name__.lower() and not module.children():
+            unreadable.add(kind.__name__)
+    return list(dict.fromkeys(ropes)), sorted(unreadable)
+
+
+def _probed(count: int) -> list[int]:
+    """A position for each layer: different ones, so that a model that places every key by its first cache is seen."""
+    return [_PROBED + 37 * i for i in range(count)]
+
+
+class _Probe(KVCache):
+    """A cache that notes what a layer stores at one position and shows it one row without a direction.
+
+    With keys of zero every attention is the same wherever its rows are, and so is what the next layer sees.
+    """
+
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self.offset = position
+        self.stored: tuple[mx.array, mx.array] | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.stored = keys, values
+        self.offset += keys.shape[2]
+        return mx.zeros_like(keys), values
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        return create_attention_mask(N, offset=0, return_array=return_array, window_size=window_size)
+
+
+def _stored_rows(model: nn.Module, layers: Sequence[int], positions: list[int]) -> list[tuple[mx.array, mx.array]]:
+    """The keys and values that `layers` store of a single token (of each of 8 sequences) at `positions`."""
+    caches = make_prompt_cache(model)
+    probes = []
+    for layer, position in zip(layers, positions, strict=True):
+        probe, cache = _Probe(position), caches[layer]
+        inner = list(cache.caches) if isinstance(cache, CacheList) else [cache]
+        plain = [i for i, c in enumerate(inner) if type(c) is KVCache]
+        if len(plain) != 1:
+            raise ValueError(f"layer {layer}: expected one plain KVCache, got {type(cache).__name__}.")
+        inner[plain[0]] = probe
+        caches[layer] = CacheList(*inner) if isinstance(cache, CacheList) else probe
+        probes.append(probe)
+    model(mx.arange(8)[:, None], cache=caches)
+    stored = [p.stored for p in probes if p.stored is not None]
+    if len(stored) != len(probes):
+        raise ValueError(
+            f"{type(model).__module__}: expected each of the caches {list(layers)} in use, got one unused."
+        )
+    mx.eval(stored)
+    return stored
+
+
+def _equal(a: mx.array, b: mx.array) -> bool:
+    """Whether rows agree up to the rounding of their dtype and of MLX's float32 angles."""
+    bound = (4 * mx.finfo(a.dtype).eps + 5e-3) * mx.abs(a).max(axis=-1, keepdims=True)
+    return bool(mx.all(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)) <= bound))
 
 
 def wavelengths(dims: int, base: float) -> np.ndarray:
