@@ -1,7 +1,7 @@
 """Long-context generation with mlx-lm in a fixed amount of memory."""
 
 from .cache import BatchKeyformerKVCache, KeyformerKVCache
-from .hook import attached, make_prompt_cache
+from .hook import attached, cache_counts, make_prompt_cache
 from .policies import (
     H2O,
     POLICIES,
@@ -49,6 +49,7 @@ __all__ = [
     "Tova",
     "Window",
     "attached",
+    "cache_counts",
     "full_keyformer_fp16_bytes",
     "init_keyformer_state",
     "keyformer_fp16_bytes",

@@ -8,21 +8,40 @@ for bit.
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from . import noise
 from .eviction import evict_row, keep_rows, walk
 from .policies import POLICIES, Policy, make_policy
 from .ranking import rank_rows
+from .rope import Rope
 from .scores import LogitNoise, Mask, attention_mass
 
 _STEP = 256
 _UNBOUNDED = 2**31 - 2
+_NO_WINDOW = (
+    "KeyformerKVCache serves global attention only, got a sliding window of {}; keep mlx-lm's RotatingKVCache for that "
+    "layer."
+)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One attention call of the model, as the hook saw it."""
+
+    queries: mx.array  # [B, Hq, S, D]
+    scale: float
+    mask: Mask
+    sinks: mx.array | None  # [Hq]
+    soft_cap: float | None
 
 
 class KeyformerKVCache(_BaseCache):
@@ -33,8 +52,13 @@ class KeyformerKVCache(_BaseCache):
 
     The prompt: with prefill "full" every prompt row is kept until the prompt ends, then one selection keeps `budget` of
     them; with "chunked" a selection follows every chunk, so at most budget + chunk rows exist. The prompt ends with
-    `end_prefill()`. Where nobody will call it (no `begin_prefill()` came before), the first one-token call after a
-    longer one counts as the end; a prompt whose last chunk is a single token then ends one token early.
+    `end_prefill()`, which `keyformer.attached` sees to. Where nobody will call it (no `begin_prefill()` came before),
+    the first one-token call after a longer one counts as the end; a prompt whose last chunk is a single token then
+    ends one token early.
+
+    Positions: by default rows keep the positions and rotations they came with, and `offset` counts the tokens seen.
+    With `rope`, rows are numbered 0..n-1 as they are kept (the paper's "new positions"): they are stored as they came,
+    turned to their number whenever they are returned, and `offset` is n, the number of the next token.
 
     Args:
         policy: what ranks and protects rows.
@@ -42,6 +66,8 @@ class KeyformerKVCache(_BaseCache):
         layer: index of the layer, a coordinate of the noise.
         prefill: "full" or "chunked".
         score_bytes: bound on the float32 logits of one tile of the score pass.
+        rope: the layer's rotary embedding, for positions that are contiguous; None keeps the original ones.
+        uneven: other layers have other budgets, so that one mask cannot serve them all (see `fit_mask`).
 
     Raises:
         ValueError: a budget that protects everything, an unknown prefill.
@@ -54,6 +80,9 @@ class KeyformerKVCache(_BaseCache):
         layer: int = 0,
         prefill: str = "full",
         score_bytes: int = 1 << 28,
+        *,
+        rope: Rope | None = None,
+        uneven: bool = False,
     ) -> None:
         if prefill not in ("full", "chunked"):
             raise ValueError(f"prefill: expected 'full' or 'chunked', got {prefill!r}.")
@@ -65,28 +94,33 @@ class KeyformerKVCache(_BaseCache):
         self.layer = layer
         self.prefill = prefill
         self.score_bytes = score_bytes
+        self.rope = rope
+        self.uneven = uneven
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.scores: mx.array | None = None  # [B, Hkv, capacity] float32; -inf: a NaN or infinite key, ranked last
-        self.positions: mx.array | None = None  # [B, Hkv, capacity] int32
+        self.positions: mx.array | None = None  # [B, Hkv, capacity] int32, tokens that came before the row's
         self.masses: mx.array | None = None  # [B, Hkv, capacity, window] float32, one column per counted query
+        self.shifts: mx.array | None = None  # [B, Hkv, capacity] int32, with `rope`: the row's number now - on arrival
         self._budgets = [budget if policy.evicts and budget is not None else _UNBOUNDED]
         self._rows = [0]  # slots in use, the freed one included
-        self._offsets = [0]
+        self._offsets = [0]  # tokens seen
         self._steps = [0]  # decoded tokens, what the temperature counts
         self._free: mx.array | None = None  # [B, Hkv, 1] int32, the slot the last eviction freed
         self._in_prompt = True
         self._announced = False
         self._prior = 0  # rows stored before the open prompt
         self._unseen = 0  # new rows whose attention nobody has shown us yet
+        self._unfit = False  # uneven: nobody has asked for this call's mask yet
         self._touched = False  # something was scored or evicted
+        self._shifted = False  # some row's number is no longer that of its arrival
 
     # -- what mlx-lm reads --------------------------------------------------------------------------------------------
 
     @property
     def offset(self) -> Any:
-        """Tokens seen, what RoPE needs."""
-        return self._offsets[0]
+        """What RoPE needs: tokens seen, or, with contiguous positions, rows stored."""
+        return self._offsets[0] if self.rope is None else self.size()
 
     @property
     def budget(self) -> int | None:
@@ -118,10 +152,10 @@ class KeyformerKVCache(_BaseCache):
 
     def _arrays(self) -> tuple[mx.array | None, ...]:
         """Everything stored per row; rows are axis 2 of each."""
-        return self.keys, self.values, self.scores, self.positions, self.masses
+        return self.keys, self.values, self.scores, self.positions, self.masses, self.shifts
 
-    def _set_arrays(self, arrays: Any) -> None:
-        self.keys, self.values, self.scores, self.positions, self.masses = arrays
+    def _set_arrays(self, arrays: Iterable[mx.array | None]) -> None:
+        self.keys, self.values, self.scores, self.positions, self.masses, self.shifts = arrays
 
     @property
     def row_bytes(self) -> int:
@@ -130,17 +164,46 @@ class KeyformerKVCache(_BaseCache):
             return 0
         return sum(a.shape[1] * a.shape[3] * a.dtype.size for a in (self.keys, self.values))
 
+    def kept(self, sequence: int = 0) -> mx.array:
+        """[Hkv, size] int32, the positions of the rows that each KV head stores, in temporal order."""
+        if self.positions is None:
+            return mx.zeros((0, 0), mx.int32)
+        return mx.sort(_take(self.positions, self._temporal()), axis=-1)[0]
+
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if window_size is not None:
-            raise ValueError(
-                "KeyformerKVCache serves global attention only, got a sliding window of "
-                f"{window_size}; keep mlx-lm's RotatingKVCache for that layer."
-            )
+            raise ValueError(_NO_WINDOW.format(window_size))
         # Old rows come first in any order and new rows last, so "causal" aligned at the bottom right is exact.
         return create_attention_mask(N, offset=self.size(), return_array=return_array, window_size=None)
 
+    def fit_mask(self, mask: Any, N: int) -> Any:
+        """The mask for this call's attention, asked for by the hook between `update_and_fetch` and attention.
+
+        mlx-lm makes one mask, from the first layer's cache, for all layers. Where layers have budgets of their own, it
+        is made anew; a mask that carries logits of its own (multi-head latent attention) must fit as it is.
+        """
+        self._unfit = False
+        if not self.uneven:
+            return mask
+        if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+            if mask.shape[-1] == max(self._rows):
+                return mask
+            raise ValueError(
+                "allocate: this model's masks carry logits (multi-head latent attention) and fit equal budgets only; "
+                "use allocate 'uniform'."
+            )
+        return self._own_mask(N, isinstance(mask, mx.array))
+
+    def _own_mask(self, N: int, return_array: bool) -> Any:
+        """The mask of the call whose rows are stored already."""
+        if return_array and N > 1:
+            return create_causal_mask(N, offset=self._rows[0] - N)
+        return "causal" if N > 1 else None
+
     def is_trimmable(self) -> bool:
-        return not self._touched
+        """True only while nothing was scored or evicted; an empty cache that will evict is not either, so that
+        speculative decoding, which trims, refuses it at once."""
+        return not (self._touched or (self.policy.evicts and self.empty()))
 
     def trim(self, n: int) -> int:
         """Forget the last n tokens, only while nothing was scored or evicted; returns how many were forgotten."""
@@ -166,14 +229,37 @@ class KeyformerKVCache(_BaseCache):
         """Store new rows [B, Hkv, S, D] and return all rows this call attends to: those kept so far, then the new ones.
 
         Raises:
-            ValueError: more than one sequence.
-            RuntimeError: the policy ranks by queries and nobody showed the queries of the call before.
+            ValueError: more than one sequence, or sizes that differ from those stored.
+            RuntimeError: the policy needs `keyformer.attached` and this call happens outside it.
         """
-        B, _, S, _ = keys.shape
-        batch = len(self._rows)
+        self._check_call(keys, values)
+        S = keys.shape[2]
+        if S == 0:
+            return (keys, values) if self.keys is None else self._fetched()
+        if S > 1 and not self._in_prompt:
+            self._open_prompt()
+        elif S == 1 and self._in_prompt and self._rows[0] and not self._announced:
+            self._check_unannounced_end()
+            self.end_prefill()
+        if self._in_prompt:
+            self._append(keys, values)
+        else:
+            self._write(keys, values)
+        return self._new_rows_fetched(keys)
+
+    def _check_unannounced_end(self) -> None:
+        if self.rope is not None and self.prefill == "full" and self._rows[0] > self._budgets[0]:
+            raise RuntimeError(
+                "positions 'contiguous' with prefill 'full': expected end_prefill() before the first decoded token, "
+                "whose position it changes; run inside `with keyformer.attached(model)`, call end_prefill(), or use "
+                "prefill 'chunked'."
+            )
+
+    def _check_call(self, keys: mx.array, values: mx.array) -> None:
+        B, batch = keys.shape[0], len(self._rows)
         if batch != B:
             raise ValueError(
-                f"KeyformerKVCache: expected a batch of {batch}, got {B}; "
+                f"{type(self).__name__}: expected a batch of {batch}, got {B}; "
                 "use KeyformerKVCache.merge for several sequences."
             )
         if self._unseen:
@@ -181,36 +267,63 @@ class KeyformerKVCache(_BaseCache):
                 f"Policy {self.policy.name} ranks rows by the model's queries, which no one reported: run the model "
                 "inside `with keyformer.attached(model)`, or take a policy that needs none (window, keyformer_proxy)."
             )
-        if S == 0:
-            if self.keys is None or self.values is None:
-                return keys, values
-            return self.keys[:, :, : max(self._rows)], self.values[:, :, : max(self._rows)]
-        if S > 1 and not self._in_prompt:
-            self._open_prompt()
-        elif S == 1 and self._in_prompt and self._rows[0] and not self._announced:
-            self.end_prefill()
-        if self._in_prompt:
-            self._append(keys, values)
-        else:
-            self._write(keys, values)
-        n = max(self._rows)
-        assert self.keys is not None and self.values is not None
-        fetched = self.keys[..., :n, :], self.values[..., :n, :]
+        if self._unfit:
+            raise RuntimeError(
+                "Budgets that differ between layers need masks of their own: run the model inside "
+                "`with keyformer.attached(model)`, or use allocate 'uniform'."
+            )
+        for name, stored, new in (("keys", self.keys, keys), ("values", self.values, values)):
+            if stored is not None and (stored.shape[1], stored.shape[3]) != (new.shape[1], new.shape[3]):
+                raise ValueError(
+                    f"{name}: expected {stored.shape[1]} heads of size {stored.shape[3]} as stored, got {new.shape[1]} "
+                    f"of {new.shape[3]}; use a new cache for another model."
+                )
+
+    def _new_rows_fetched(self, keys: mx.array) -> tuple[mx.array, mx.array]:
+        """What attention reads, once the new rows (`keys` [B, Hkv, S, D]) are stored."""
+        k, v = self._fetched()
+        self._unfit = self.uneven
         if self.policy.attention == "query":
-            self._unseen = S
-            return fetched
-        pending = self._after_attention(keys, None)
+            self._unseen = keys.shape[2]
+            return k, v
+        pending = self._after_attention(k, None)
         # the bookkeeping is evaluated with the attention, so that no graph grows from token to token
-        k, v = mx.depends(list(fetched), pending) if pending else fetched
+        if pending:
+            k, v = mx.depends([k, v], pending)
         return k, v
 
-    def observe(self, queries: mx.array, keys: mx.array, *, scale: float, mask: Mask) -> list[mx.array]:
+    def _fetched(self) -> tuple[mx.array, mx.array]:
+        """Keys, turned to where they count from, and values, of all slots in use."""
+        assert self.keys is not None and self.values is not None
+        n = max(self._rows)
+        return self._turned(n), self.values[..., :n, :]
+
+    def _turned(self, n: int) -> mx.array:
+        assert self.keys is not None
+        keys = self.keys[..., :n, :]
+        if self.rope is not None and self._shifted:
+            assert self.shifts is not None
+            keys = self.rope.turn(keys, self.shifts[..., :n])
+        return keys
+
+    def observe(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
+    ) -> list[mx.array]:
         """Score the rows by the attention that has just been computed, then evict.
 
         Args:
             queries: [B, Hq, S, D], rotated.
             keys: [B, Hkv, n, D], what `update_and_fetch` returned.
             scale, mask: of that attention call.
+            sinks: [Hq] logits that take a share of every softmax and belong to no row (gpt_oss).
+            soft_cap: logits are soft_cap * tanh(logits / soft_cap) (gemma2).
 
         Returns:
             Arrays to evaluate together with the attention's output.
@@ -218,7 +331,7 @@ class KeyformerKVCache(_BaseCache):
         if not self._unseen:
             return []
         self._unseen = 0
-        return self._after_attention(keys, (queries, scale, mask))
+        return self._after_attention(keys, _Asked(queries, scale, mask, sinks, soft_cap))
 
     def end_prefill(self) -> None:
         """The prompt has ended: select the rows to keep. Calls that follow decode. Calling it again does nothing."""
@@ -245,79 +358,78 @@ class KeyformerKVCache(_BaseCache):
         """
         if self.keys is not None or self.prefill == "chunked":
             raise ValueError("set_prompt: expected an empty cache with prefill 'full'.")
-        n = keys.shape[2]
         self._append(keys, values)
-        assert self.keys is not None
         if scores is not None:
-            self.scores, self._touched = scores, True
-            self.keys, self.values = keys, values
-            self.positions = mx.broadcast_to(mx.arange(n, dtype=mx.int32), scores.shape)
-            self.masses = masses
+            n = keys.shape[2]
+            self._touched = True
+            positions = mx.broadcast_to(mx.arange(n, dtype=mx.int32), scores.shape)
+            shifts = None if self.rope is None else mx.zeros(scores.shape, mx.int32)
+            self._set_arrays((keys, values, scores, positions, masses, shifts))
 
     # -- storage ------------------------------------------------------------------------------------------------------
 
-    def _reserve(self, like_k: mx.array, like_v: mx.array, rows: int) -> None:
-        """Make room for `rows` rows, in steps of 256; once evicting, never more than budget + 1."""
+    def _capacity(self, rows: int) -> int:
+        """Rows to allocate for `rows`: in steps of 256; once evicting, never more than budget + 1."""
+        capacity = -(-rows // _STEP) * _STEP
+        return capacity if self._in_prompt else max(rows, min(capacity, max(self._budgets) + 1))
+
+    def _new_rows(self, keys: mx.array, values: mx.array, position: mx.array) -> tuple[mx.array | None, ...]:
+        """What is stored of new rows, as `_arrays` orders it. `position`: int32 that broadcasts to [B, Hkv, S]."""
+        rows, w = keys.shape[:3], self.policy.window
+        return (
+            keys,
+            values,
+            mx.where(mx.all(mx.isfinite(keys), axis=-1), 0.0, -mx.inf).astype(mx.float32),
+            mx.broadcast_to(position, rows),
+            mx.zeros((*rows, w), mx.float32) if w else None,
+            mx.zeros(rows, mx.int32) if self.rope is not None else None,
+        )
+
+    def _reserve(self, new: Sequence[mx.array | None], rows: int) -> None:
+        """Make room for `rows` rows, shaped like `new`."""
         have = 0 if self.keys is None else self.keys.shape[2]
         if rows <= have:
             return
-        capacity = -(-rows // _STEP) * _STEP
-        if not self._in_prompt:
-            capacity = max(rows, min(capacity, max(self._budgets) + 1))
-        B, H = like_k.shape[:2]
-        new = (
-            mx.zeros((B, H, capacity - have, like_k.shape[3]), like_k.dtype),
-            mx.zeros((B, H, capacity - have, like_v.shape[3]), like_v.dtype),
-            mx.zeros((B, H, capacity - have), mx.float32),
-            mx.zeros((B, H, capacity - have), mx.int32),
-            mx.zeros((B, H, capacity - have, self.policy.window), mx.float32) if self.policy.window else None,
-        )
-        old = self._arrays()
+        more = self._capacity(rows) - have
+        room = [None if a is None else mx.zeros((*a.shape[:2], more, *a.shape[3:]), a.dtype) for a in new]
         self._set_arrays(
-            a if o is None or a is None else mx.concatenate([o, a], axis=2) for o, a in zip(old, new, strict=True)
+            r if o is None or r is None else mx.concatenate([o, r], axis=2)
+            for o, r in zip(self._arrays(), room, strict=True)
         )
+
+    def _store(self, new: Sequence[mx.array | None], first: int) -> None:
+        """Rows `new` into the slots from `first` on."""
+        for a, rows in zip(self._arrays(), new, strict=True):
+            if a is not None and rows is not None:
+                a[:, :, first : first + rows.shape[2]] = rows
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
         """Prompt rows: behind the stored ones, in order."""
-        S, first = keys.shape[2], self._rows[0]
-        last = first + S
-        self._reserve(keys, values, last)
-        assert (
-            self.keys is not None and self.values is not None and self.scores is not None and self.positions is not None
-        )
-        self.keys[..., first:last, :] = keys
-        self.values[..., first:last, :] = values
-        self.scores[..., first:last] = _starting_score(keys)
-        self.positions[..., first:last] = mx.arange(self._offsets[0], self._offsets[0] + S, dtype=mx.int32)
-        self._rows[0] = last
+        S, first, offset = keys.shape[2], self._rows[0], self._offsets[0]
+        new = self._new_rows(keys, values, mx.arange(offset, offset + S, dtype=mx.int32))
+        self._reserve(new, first + S)
+        self._store(new, first)
+        self._rows[0] += S
         self._offsets[0] += S
 
     def _write(self, keys: mx.array, values: mx.array) -> None:
         """A decoded token's row: into the freed slot, or behind the stored rows of a sequence still below budget."""
         appends = [r <= m for r, m in zip(self._rows, self._budgets, strict=True)]
-        self._reserve(keys, values, max(r + a for r, a in zip(self._rows, appends, strict=True)))
-        assert (
-            self.keys is not None and self.values is not None and self.scores is not None and self.positions is not None
-        )
-        position = mx.array(self._offsets, mx.int32)[:, None, None]
+        new = self._new_rows(keys, values, mx.array(self._offsets, mx.int32)[:, None, None])
+        self._reserve(new, max(r + a for r, a in zip(self._rows, appends, strict=True)))
         if all(appends) and len(set(self._rows)) == 1:
-            at = self._rows[0]
-            self.keys[..., at : at + 1, :] = keys
-            self.values[..., at : at + 1, :] = values
-            self.scores[..., at : at + 1] = _starting_score(keys)
-            self.positions[..., at : at + 1] = mx.broadcast_to(position, (*keys.shape[:2], 1))
-            slot = mx.full((*keys.shape[:2], 1), at, mx.int32)
+            self._store(new, self._rows[0])
+            slot = mx.full((*keys.shape[:2], 1), self._rows[0], mx.int32)
         else:
-            behind = mx.array(self._rows, mx.int32)[:, None, None]
-            slot = mx.broadcast_to(behind, (*keys.shape[:2], 1))
+            slot = mx.broadcast_to(mx.array(self._rows, mx.int32)[:, None, None], (*keys.shape[:2], 1))
             if self._free is not None:
                 slot = mx.where(mx.array(appends)[:, None, None], slot, self._free)
-            self.keys = mx.put_along_axis(self.keys, slot[..., None], keys, axis=2)
-            self.values = mx.put_along_axis(self.values, slot[..., None], values, axis=2)
-            self.scores = mx.put_along_axis(self.scores, slot, _starting_score(keys), axis=2)
-            self.positions = mx.put_along_axis(self.positions, slot, mx.broadcast_to(position, slot.shape), axis=2)
-        if self.masses is not None:
-            self.masses = mx.where(mx.arange(self.masses.shape[2])[:, None] == slot[..., None], 0.0, self.masses)
+            self._set_arrays(
+                None
+                if a is None or row is None
+                else mx.put_along_axis(a, slot if a.ndim == 3 else slot[..., None], row, axis=2)
+                for a, row in zip(self._arrays(), new, strict=True)
+            )
         self._free = slot
         self._rows = [r + a for r, a in zip(self._rows, appends, strict=True)]
         self._offsets = [o + 1 for o in self._offsets]
@@ -332,7 +444,6 @@ class KeyformerKVCache(_BaseCache):
     def _open_prompt(self) -> None:
         """More prompt after decoding: back to temporal order, the freed slot dropped."""
         if self._free is not None:
-            assert self.positions is not None
             self._gather(self._temporal())
         self._in_prompt = True
         self._prior = self._rows[0]
@@ -348,18 +459,19 @@ class KeyformerKVCache(_BaseCache):
 
     # -- scores and eviction ------------------------------------------------------------------------------------------
 
-    def _after_attention(self, keys: mx.array, asked: tuple[mx.array, float, Mask] | None) -> list[mx.array]:
-        """Scores, then eviction, for the rows just added. `asked`: queries, scale and mask of a real-query policy."""
+    def _after_attention(self, keys: mx.array, asked: _Asked | None) -> list[mx.array]:
+        """Scores, then eviction, for the rows just added. `keys`: those attention read; `asked`: its queries, for a
+        policy that ranks by them."""
         if asked is not None:
             self._touched = True
-            self._add_query_mass(keys, *asked)
+            self._add_query_mass(keys, asked)
         if not self.policy.evicts:
             pass  # the bookkeeping is written all the same, and must be evaluated with the attention
         elif not self._in_prompt:
             if self.policy.attention == "key":
                 self._touched = True
                 self._add_key_mass(keys)
-            self._evict()
+            self._evict(keys)
         elif self.prefill == "chunked":
             self._select()
             self._prior = self._rows[0]
@@ -370,128 +482,161 @@ class KeyformerKVCache(_BaseCache):
         return mx.arange(n, dtype=mx.int32) < mx.array(self._rows, mx.int32)[:, None, None]
 
     def _tau(self) -> mx.array | float:
+        """The temperature now: a number, or [B, 1, 1, 1] float32 where sequences differ."""
         p = self.policy
-        if p.attention == "key":
-            steps = [o - 1 for o in self._offsets]
-        else:
+        if p.attention == "query":
             steps = [0] * len(self._steps) if self._in_prompt else self._steps
+        else:
+            steps = [o - 1 for o in self._offsets]
         taus = [noise.temperature(s, p.tau_init, p.tau_end, p.anneal_steps) for s in steps]
         return taus[0] if len(set(taus)) == 1 else mx.array(taus, mx.float32)[:, None, None, None]
 
-    def _add_query_mass(self, keys: mx.array, queries: mx.array, scale: float, mask: Mask) -> None:
+    def _add_query_mass(self, keys: mx.array, asked: _Asked) -> None:
         assert self.scores is not None and self.positions is not None
         p = self.policy
+        queries, mask = asked.queries, asked.mask
         S, n = queries.shape[2], max(self._rows)
         if 0 < p.window < S:
             # only the last queries count; they keep their place at the bottom right of a causal mask
             queries = queries[:, :, S - p.window :]
             mask = mask[..., S - p.window :, :] if isinstance(mask, mx.array) and mask.shape[-2] == S else mask
             S = p.window
-        usable = (self.scores[..., :n] != -mx.inf) & self._stored_mask(n)
+        # multi-head latent attention expands the rows it stores once into keys of every head
+        expanded = keys.shape[1] // self.scores.shape[1]
         logit_noise = None
         if p.noise == "logit":
             asking = mx.array([list(range(o - S, o)) for o in self._offsets], mx.int32) if p.redraw else None
-            logit_noise = LogitNoise(p.seed, self.layer, self.positions[..., :n], asking, p.distribution)
+            rows = self.positions[..., :n]
+            rows = mx.repeat(rows, expanded, axis=1) if expanded > 1 else rows
+            logit_noise = LogitNoise(p.seed, self.layer, rows, asking, p.distribution)
+        usable = (self.scores[..., :n] != -mx.inf) & self._stored_mask(n)
         mass = attention_mass(
             queries,
             keys,
-            scale,
+            asked.scale,
             mask,
-            usable=usable,
+            usable=mx.repeat(usable, expanded, axis=1) if expanded > 1 else usable,
             noise=logit_noise,
             tau=1.0 if p.noise == "select" else self._tau(),
+            weight=p.decay ** mx.arange(S - 1, -1, -1, dtype=mx.float32) if p.decay < 1 and S > 1 else None,
+            sinks=asked.sinks,
+            soft_cap=asked.soft_cap,
             per_query=bool(p.window),
             tile_bytes=self.score_bytes,
         )
+        if expanded > 1:
+            mass = mass.reshape(mass.shape[0], -1, expanded, *mass.shape[2:]).sum(axis=2)
         if p.window:
             assert self.masses is not None
             mass = mx.pad(mass.swapaxes(2, 3), [(0, 0), (0, 0), (0, self.masses.shape[2] - n), (0, 0)])
             self.masses = mx.concatenate([self.masses[..., S:], mass], axis=3)
             self.scores = mx.where(self.scores == -mx.inf, -mx.inf, self.masses.sum(axis=3))
-        elif n == self.scores.shape[2]:
-            self.scores = self.scores + mass
+            return
+        before = self.scores[..., :n] if p.decay == 1 else self.scores[..., :n] * p.decay**S
+        if n == self.scores.shape[2]:
+            self.scores = before + mass
         else:
-            self.scores[..., :n] = self.scores[..., :n] + mass
+            self.scores[..., :n] = before + mass
 
-    def _add_key_mass(self, key: mx.array) -> None:
-        """Decoding with the key as query: the new key [B, Hkv, 1, D] scores the rows stored before it."""
-        assert self.keys is not None and self.scores is not None and self._free is not None
+    def _add_key_mass(self, keys: mx.array) -> None:
+        """Decoding with the key as query: each head's new row scores the rows `keys` stored before it."""
+        assert self.scores is not None and self._free is not None
         n = max(self._rows)
+        key = mx.take_along_axis(keys, self._free[..., None], axis=2)
         scores = self.scores[..., :n]
-        usable = (scores != -mx.inf) & self._stored_mask(n) & (mx.arange(n, dtype=mx.int32) != self._free)
-        mass = attention_mass(key, self.keys[..., :n, :], key.shape[3] ** -0.5, usable=usable)
-        if self._offsets == [1]:
-            mass = mx.ones_like(mass)  # the very first row of all starts with 1
+        new = mx.arange(n, dtype=mx.int32) == self._free
+        usable = (scores != -mx.inf) & self._stored_mask(n) & ~new
+        mass = attention_mass(key, keys, keys.shape[3] ** -0.5, usable=usable)
+        if 1 in self._offsets:
+            # the very first row of all starts with 1
+            first = mx.array([o == 1 for o in self._offsets])[:, None, None]
+            mass = mx.where(new & first, 1.0, mass)
         self.scores[..., :n] = scores + mass
 
-    def _rank(self, n: int) -> mx.array:
-        """[B, Hkv, n] float32, what the decision compares."""
-        assert self.scores is not None and self.positions is not None and self.keys is not None
+    def _rank(self, keys: mx.array, n: int) -> mx.array:
+        """[B, Hkv, n] float32, what the decision compares. `keys`: [B, Hkv, n, D], as attention reads them."""
+        assert self.scores is not None and self.positions is not None
         tau = self._tau()
         return rank_rows(
             self.policy,
             self.layer,
             self.scores[..., :n],
             self.positions[..., :n],
-            self.keys[..., :n, :],
+            keys,
             self._stored_mask(n),
             mx.array(self._offsets, mx.int32)[:, None, None],
             tau[..., 0] if isinstance(tau, mx.array) else tau,
         )
 
-    def _frozen_noise(self, positions: mx.array) -> mx.array:
-        heads = mx.arange(positions.shape[1])[:, None]
-        return noise.draw(self.policy.distribution, self.policy.seed, self.layer, heads, positions)
-
-    def _evict(self) -> None:
+    def _evict(self, keys: mx.array) -> None:
         """After a decode step: choose the slot each full sequence frees."""
-        if all(r <= m for r, m in zip(self._rows, self._budgets, strict=True)):
+        over = [r > m for r, m in zip(self._rows, self._budgets, strict=True)]
+        if not any(over):
             return
         assert self.positions is not None
         self._touched = True
         n = max(self._rows)
         recent = [self.policy.recent_rows(m) if m < _UNBOUNDED else 0 for m in self._budgets]
+        positions = self.positions[..., :n]
         self._free = evict_row(
-            self._rank(n),
-            self.positions[..., :n],
+            self._rank(keys, n),
+            positions,
             self._stored_mask(n),
             mx.array(self._offsets, mx.int32)[:, None, None],
             self.policy.n_sink,
             mx.array(recent, mx.int32)[:, None, None],
         )
+        if self.shifts is not None:
+            later = positions > mx.take_along_axis(positions, self._free, axis=2)
+            later = later & mx.array(over)[:, None, None]
+            self.shifts[..., :n] = self.shifts[..., :n] - later.astype(mx.int32)
+            self._shifted = True
 
     def _select(self) -> None:
         """In or after the prompt: one selection down to the budget (with "key" attention, the walk over new rows)."""
         n, budget = self._rows[0], self._budgets[0]
         p = self.policy
-        if not p.evicts or (n <= budget and p.attention != "key"):
+        if not p.evicts or (n <= budget and p.attention != "key") or (p.attention == "key" and n == self._prior):
             return
-        assert self.keys is not None and self.scores is not None and self.positions is not None
+        assert self.scores is not None and self.positions is not None
         self._touched = True
         recent = p.recent_rows(budget)
+        keys = self._turned(n)
         if p.attention == "key":
             first = self._offsets[0] - (n - self._prior)  # tokens inserted before the first new row
+            frozen = None
+            if p.noise == "select":
+                heads = mx.arange(keys.shape[1])[:, None]
+                frozen = noise.draw(p.distribution, p.seed, self.layer, heads, self.positions[..., :n])
             index, scores = walk(
-                self.keys[..., : self._prior, :],
-                self.keys[..., self._prior : n, :],
+                keys[..., : self._prior, :],
+                keys[..., self._prior :, :],
                 self.scores[..., :n],
                 budget,
                 p.n_sink,
                 recent,
-                self._frozen_noise(self.positions[..., :n]) if p.noise == "select" else None,
+                frozen,
                 [noise.temperature(t, p.tau_init, p.tau_end, p.anneal_steps) for t in range(first, self._offsets[0])],
             )
             if n > budget:
-                self._gather(index)
+                self._keep(index)
             self.scores[..., : index.shape[2]] = scores
         else:
-            self._gather(keep_rows(self._rank(n), self.positions[..., :n], self._offsets[0], budget, p.n_sink, recent))
+            rank = self._rank(keys, n)
+            self._keep(keep_rows(rank, self.positions[..., :n], self._offsets[0], budget, p.n_sink, recent))
+
+    def _keep(self, index: mx.array) -> None:
+        """Down to the rows `index` [1, Hkv, m], in temporal order, and numbered anew."""
+        self._gather(index)
+        if self.shifts is not None:
+            self.shifts = self.shifts + mx.arange(index.shape[2], dtype=mx.int32) - index
+            self._shifted = True
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> Any:
-        """Everything, rows in temporal order: keys, values, scores, positions, masses and the settings as JSON."""
+        """Everything, rows in temporal order: keys, values, scores, positions, masses, shifts, and settings as JSON."""
         arrays = self._arrays()
         if self.keys is not None:
             index = None if self._free is None else self._temporal()
@@ -503,12 +648,15 @@ class KeyformerKVCache(_BaseCache):
             "layer": self.layer,
             "prefill": self.prefill,
             "score_bytes": self.score_bytes,
+            "rope": None if self.rope is None else self.rope.to_json(),
+            "uneven": self.uneven,
             "offset": self._offsets[0],
             "steps": self._steps[0],
             "in_prompt": self._in_prompt,
             "announced": self._announced,
             "prior": self._prior,
             "touched": self._touched,
+            "shifted": self._shifted,
         }
         return (*arrays, json.dumps(settings))
 
@@ -518,105 +666,378 @@ class KeyformerKVCache(_BaseCache):
         s = json.loads(text)
         name, choices = s["policy"].pop("name"), s["policy"]
         policy = make_policy(name, **choices) if name in POLICIES else Policy(**choices)
-        KeyformerKVCache.__init__(self, policy, s["budget"], s["layer"], s["prefill"], s["score_bytes"])
+        rope = None if s["rope"] is None else Rope.from_json(s["rope"])
+        KeyformerKVCache.__init__(
+            self, policy, s["budget"], s["layer"], s["prefill"], s["score_bytes"], rope=rope, uneven=s["uneven"]
+        )
         self._set_arrays(arrays)
         self._rows = [0 if self.keys is None else self.keys.shape[2]]
         self._offsets, self._steps = [s["offset"]], [s["steps"]]
         self._in_prompt, self._announced, self._prior = s["in_prompt"], s["announced"], s["prior"]
-        self._touched = s["touched"]
+        self._touched, self._shifted = s["touched"], s["shifted"]
+
+    def _copy(self) -> KeyformerKVCache:
+        """A cache that goes its own way from here; arrays are shared until one of the two writes."""
+        other = copy.copy(self)
+        other._set_arrays(None if a is None else a[...] for a in self._arrays())
+        other._budgets, other._rows = list(self._budgets), list(self._rows)
+        other._offsets, other._steps = list(self._offsets), list(self._steps)
+        return other
 
     # -- several sequences --------------------------------------------------------------------------------------------
 
     @classmethod
     def merge(cls, caches: list[KeyformerKVCache]) -> BatchKeyformerKVCache:
-        """One cache for several sequences whose prompts have ended; they are decoded together, a token each per step.
+        """One cache for several sequences; budgets, lengths and histories may differ. The given ones stay as they are.
 
         Raises:
-            ValueError: an open or empty prompt, or caches that differ in policy or layer.
+            ValueError: caches that differ in policy, layer or the treatment of the prompt, or hold several sequences.
         """
         return BatchKeyformerKVCache(caches)
 
 
 class BatchKeyformerKVCache(KeyformerKVCache):
-    """The KV cache of one layer for sequences decoded together; budgets, lengths and positions may differ.
+    """The KV cache of one layer for several sequences; budgets, lengths and positions may differ.
 
-    Row b uses slots 0.._rows[b]-1; a mask hides the rest while some sequence holds fewer rows than the longest.
+    In a prompt it is its sequences' own caches side by side, so that a sequence is scored and evicted exactly as it
+    would be alone; attention gets their rows stacked, from slot 0 on, with a mask over what a shorter one lacks.
+    Decoding, it is one array of rows, of which sequence b uses slots 0.._rows[b]-1. Padding is never stored.
+
+    Args:
+        caches: single sequences with one policy, layer and treatment of the prompt; they stay as they are.
+
+    Raises:
+        ValueError: no caches, or some that do not go together.
     """
 
-    def __init__(self, caches: list[KeyformerKVCache]) -> None:
+    def __init__(self, caches: Sequence[KeyformerKVCache]) -> None:
+        if not caches or any(isinstance(c, BatchKeyformerKVCache) for c in caches):
+            raise ValueError("merge: expected single sequences, got none or a batch; use extend to join batches.")
         first = caches[0]
-        if any(c.policy != first.policy or c.layer != first.layer or len(c._rows) != 1 for c in caches):
-            raise ValueError("merge: expected single sequences with one policy and layer, got different ones.")
-        if any(c._in_prompt or c.keys is None for c in caches):
-            raise ValueError(
-                "merge: expected prompts that have ended, got an open or empty one; call end_prefill() first."
-            )
-        super().__init__(first.policy, first.budget, first.layer, first.prefill, first.score_bytes)
-        parts = [c.state[:5] for c in caches]
-        self._budgets = [c._budgets[0] for c in caches]
-        self._rows = [p[0].shape[2] for p in parts]
-        self._offsets = [c._offsets[0] for c in caches]
-        self._steps = [c._steps[0] for c in caches]
-        self._in_prompt = False
+        for name in ("policy", "layer", "prefill", "score_bytes", "rope", "uneven"):
+            values = {getattr(c, name) for c in caches}
+            if len(values) > 1:
+                raise ValueError(f"merge: expected caches with one {name}, got {sorted(map(repr, values))}.")
+        super().__init__(
+            first.policy,
+            first.budget,
+            first.layer,
+            first.prefill,
+            first.score_bytes,
+            rope=first.rope,
+            uneven=first.uneven,
+        )
         self._touched = True  # a batch cannot be trimmed
-        n = max(self._rows)
+        self._left = [0] * len(caches)  # left padding still to come
+        self._lengths: list[int] | None = None  # tokens still to come before right padding
+        self._call: list[tuple[int, int, int]] = []  # of the last prompt call: left padding, tokens, rows read
+        self._hold([c._copy() for c in caches])
 
-        def stack(arrays: tuple[mx.array | None, ...]) -> mx.array | None:
-            padded = [
-                mx.pad(a, [(0, 0), (0, 0), (0, n - a.shape[2]), (0, 0)][: a.ndim]) for a in arrays if a is not None
-            ]
-            return mx.concatenate(padded) if padded else None
+    def _hold(self, parts: list[KeyformerKVCache]) -> None:
+        """Become these sequences, each in a cache of its own."""
+        self._parts: list[KeyformerKVCache] | None = parts
+        self._set_arrays([None] * 6)
+        self._free = None
+        self._count()
 
-        self._set_arrays(stack(p) for p in zip(*parts, strict=True))
+    def _count(self) -> None:
+        """Counters as the parts have them."""
+        assert self._parts is not None
+        for name in ("_budgets", "_rows", "_offsets", "_steps"):
+            setattr(self, name, [getattr(p, name)[0] for p in self._parts])
+        self._in_prompt = any(p._in_prompt for p in self._parts)
+        self._shifted = any(p._shifted for p in self._parts)
+
+    def _singles(self) -> list[KeyformerKVCache]:
+        """The sequences, each in a cache of its own."""
+        return self._parts if self._parts is not None else [self._single(b) for b in range(len(self._rows))]
+
+    def _single(self, b: int) -> KeyformerKVCache:
+        """Sequence b out of the array of rows."""
+        budget, n = self._budgets[b], self._rows[b]
+        one = KeyformerKVCache(
+            self.policy, budget, self.layer, self.prefill, self.score_bytes, rope=self.rope, uneven=self.uneven
+        )
+        one._set_arrays(None if a is None else mx.contiguous(a[b : b + 1, :, :n]) for a in self._arrays())
+        if self._free is not None and n > budget:
+            one._free = self._free[b : b + 1]
+        one._rows, one._offsets, one._steps = [n], [self._offsets[b]], [self._steps[b]]
+        one._in_prompt, one._prior = False, n
+        one._touched, one._shifted = True, self._shifted
+        return one
+
+    def _stack(self, keys: mx.array, values: mx.array) -> None:
+        """One array of rows, for decoding; new keys and values give the shapes where no sequence has a row yet."""
+        assert self._parts is not None
+        parts, capacity = self._parts, self._capacity(max(self._rows) + 1)
+        self._set_arrays(
+            None
+            if like is None
+            else mx.concatenate([_padded(p._arrays()[i], p._rows[0], capacity, like) for p in parts])
+            for i, like in enumerate(self._new_rows(keys, values, mx.array(0)))
+        )
+        if any(p._free is not None for p in parts):
+            # of a sequence below its budget it is not read
+            nothing = mx.zeros((1, keys.shape[1], 1), mx.int32)
+            self._free = mx.concatenate([nothing if p._free is None else p._free for p in parts])
+        self._parts = None
+
+    # -- what mlx-lm reads
 
     @property
     def offset(self) -> mx.array:
-        """[B] int32, tokens seen by each sequence."""
-        return mx.array(self._offsets, mx.int32)
+        """[B] int32, what RoPE needs of each sequence; left padding counts down to it."""
+        at = self._offsets if self.rope is None else self.sizes()
+        return mx.array([o - p for o, p in zip(at, self._left, strict=True)], mx.int32)
 
     def size(self) -> int:
         """Rows stored by the longest sequence."""
         return max(self.sizes())
 
+    def _stored(self, b: int) -> int:
+        return super()._stored(b) if self._parts is None else self._parts[b].size()
+
+    def empty(self) -> bool:
+        return self.keys is None if self._parts is None else all(p.empty() for p in self._parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, bookkeeping included."""
+        return sum(p.nbytes for p in self._parts) if self._parts is not None else super().nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one stored token: its keys and values in every KV head, without bookkeeping."""
+        return max(p.row_bytes for p in self._parts) if self._parts is not None else super().row_bytes
+
+    def kept(self, sequence: int = 0) -> mx.array:
+        """[Hkv, size] int32, the positions of the rows that each KV head stores, in temporal order."""
+        return self._parts[sequence].kept() if self._parts is not None else self._single(sequence).kept()
+
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        if N != 1 or window_size is not None:
-            raise ValueError(
-                f"BatchKeyformerKVCache decodes one token at a time, got {N} tokens, window {window_size}."
-            )
-        # the rows as they will be after this call's write
-        rows = [r + (r <= m) for r, m in zip(self._rows, self._budgets, strict=True)]
-        n = max(rows)
-        if min(rows) == n:
-            return None
-        return (mx.arange(n, dtype=mx.int32) < mx.array(rows, mx.int32)[:, None])[:, None, None]
+        if window_size is not None:
+            raise ValueError(_NO_WINDOW.format(window_size))
+        self._enter(N)
+        if not self._in_prompt:
+            # the rows as they will be after this call's write
+            return _decode_mask([r + (r <= m) for r, m in zip(self._rows, self._budgets, strict=True)])
+        spans = self._spans(N)
+        return _prompt_mask(self.sizes(), spans, N, return_array)
+
+    def _own_mask(self, N: int, return_array: bool) -> Any:
+        if not self._in_prompt:
+            return _decode_mask(self._rows)
+        starts = [rows - real for _, real, rows in self._call]
+        return _prompt_mask(starts, [(left, real) for left, real, _ in self._call], N, return_array)
+
+    # -- padding
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | mx.array | None = None,
+        lengths: Sequence[int] | mx.array | None = None,
+        right_padding: Sequence[int] | mx.array | None = None,
+    ) -> None:
+        """Announce padding of the prompt tokens to come, in as many calls as they take.
+
+        Args:
+            left_padding: [B] padding tokens before the first token of each sequence.
+            lengths: [B] tokens of each sequence, without padding; needed where right padding follows them.
+            right_padding: [B] padding tokens after the last token.
+
+        Raises:
+            ValueError: not one number per sequence, a negative one, or right padding without lengths.
+        """
+        given = {"left_padding": left_padding, "lengths": lengths, "right_padding": right_padding}
+        counts = {name: [int(n) for n in numbers] for name, numbers in given.items() if numbers is not None}
+        for name, values in counts.items():
+            if len(values) != len(self._rows) or min(values) < 0:
+                raise ValueError(f"{name}: expected {len(self._rows)} numbers of at least 0, got {values}.")
+        if max(counts.get("right_padding", [0])) and "lengths" not in counts:
+            raise ValueError("right_padding: expected lengths beside it, to know where it begins.")
+        if "left_padding" in counts:
+            self._left = [a + b for a, b in zip(self._left, counts["left_padding"], strict=True)]
+        if "lengths" in counts:
+            self._lengths = counts["lengths"]
+
+    def finalize(self) -> None:
+        """The padded prompt tokens have all come."""
+        self._lengths = None
+
+    def _spans(self, S: int) -> list[tuple[int, int]]:
+        """Of the next call's S columns: padding on the left, then tokens, for each sequence."""
+        spans = []
+        for b, left in enumerate(self._left):
+            left = min(S, left)
+            spans.append((left, S - left if self._lengths is None else min(S - left, self._lengths[b])))
+        return spans
+
+    # -- one call of the model
+
+    def begin_prefill(self) -> None:
+        """Say that `end_prefill()` will be called, so that one-token chunks before it still belong to the prompt."""
+        parts = self._singles()
+        for p in parts:
+            p.begin_prefill()
+        if self._parts is None:
+            self._hold(parts)
+        self._count()
+        self._announced = True
+
+    def end_prefill(self) -> None:
+        """The prompt has ended: each sequence selects the rows it keeps. Calling it again does nothing."""
+        if self._parts is not None:
+            for p in self._parts:
+                p.end_prefill()
+            self._count()
+        self._announced = False
+
+    def _enter(self, S: int) -> None:
+        """Into the prompt, or out of it, as a call of S tokens says."""
+        announced, padded = self._announced, self._lengths is not None or any(self._left)
+        if S == 1 and self._in_prompt and any(self._rows) and not announced and not padded:
+            for p in self._singles():
+                p._check_unannounced_end()
+            self.end_prefill()
+        elif self._in_prompt or S > 1:
+            self.begin_prefill()
+            self._announced = announced
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if keys.shape[2] != 1:
-            raise ValueError(f"BatchKeyformerKVCache decodes one token at a time, got {keys.shape[2]} tokens.")
-        return super().update_and_fetch(keys, values)
+        self._check_call(keys, values)
+        S = keys.shape[2]
+        if S:
+            self._enter(S)
+        if not self._in_prompt and S:
+            if self._parts is not None:
+                self._stack(keys, values)
+            self._write(keys, values)
+            return self._new_rows_fetched(keys)
+        if self._parts is None:
+            return self._fetched()
+        self._call, fetched = [], []
+        for b, (left, real) in enumerate(self._spans(S)):
+            part, columns = self._parts[b], slice(left, left + real)
+            k, v = part.update_and_fetch(keys[b : b + 1, :, columns], values[b : b + 1, :, columns])
+            part._unfit = False
+            self._call.append((left, real, k.shape[2]))
+            fetched.append((k, v))
+            self._left[b] -= left
+            if self._lengths is not None:
+                self._lengths[b] -= real
+        self._count()
+        n = max(1, *(rows for _, _, rows in self._call))
+        k, v = (mx.concatenate([_padded(a, a.shape[2], n, a) for a in side]) for side in zip(*fetched, strict=True))
+        self._unfit = self.uneven
+        self._unseen = S if self.policy.attention == "query" else 0
+        return k, v
 
-    def filter(self, keep: list[int]) -> None:
-        """Go on with the sequences `keep` only, in that order."""
-        index = mx.array(keep, mx.int32)
+    def observe(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None = None,
+        soft_cap: float | None = None,
+    ) -> list[mx.array]:
+        if self._parts is None:
+            # which rows a sequence has is known here; only logits that a mask carries are news
+            mask = mask if isinstance(mask, mx.array) and mask.dtype != mx.bool_ else None
+            return super().observe(queries, keys, scale=scale, mask=mask, sinks=sinks, soft_cap=soft_cap)
+        if not self._unseen:
+            return []
+        self._unseen = 0
+        pending = []
+        for b, (left, real, rows) in enumerate(self._call):
+            columns = slice(left, left + real)
+            own: Mask = "causal" if real > 1 else None
+            if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+                whole = mx.broadcast_to(mask, (len(self._rows), *mask.shape[-3:]))
+                own = whole[b : b + 1, :, columns, :rows]
+            pending += self._parts[b].observe(
+                queries[b : b + 1, :, columns],
+                keys[b : b + 1, :, :rows],
+                scale=scale,
+                mask=own,
+                sinks=sinks,
+                soft_cap=soft_cap,
+            )
+        self._count()
+        return pending
+
+    # -- which sequences
+
+    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
+        """Go on with these sequences only, in this order."""
+        stay = [int(b) for b in batch_indices]
+        self._left = [self._left[b] for b in stay]
+        self._lengths = None if self._lengths is None else [self._lengths[b] for b in stay]
+        if self._parts is not None:
+            self._hold([self._parts[b] for b in stay])
+            return
+        index = mx.array(stay, mx.int32)
         self._set_arrays(None if a is None else a[index] for a in self._arrays())
         self._free = None if self._free is None else self._free[index]
         for name in ("_budgets", "_rows", "_offsets", "_steps"):
             values = getattr(self, name)
-            setattr(self, name, [values[b] for b in keep])
+            setattr(self, name, [values[b] for b in stay])
+
+    def extend(self, other: BatchKeyformerKVCache) -> None:
+        """Take in the sequences of another batch, behind one's own; the other one is used up.
+
+        Raises:
+            ValueError: a batch with another policy, layer or treatment of the prompt, or padding still to come.
+        """
+        for name in ("policy", "layer", "prefill", "score_bytes", "rope", "uneven"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ValueError(f"extend: expected {name} {mine!r}, got {theirs!r}.")
+        if self._lengths is not None or other._lengths is not None or any(self._left + other._left):
+            raise ValueError("extend: expected batches whose padded prompts have come, got one that waits for tokens.")
+        self._left += other._left
+        self._hold(self._singles() + other._singles())
+
+    def extract(self, idx: int) -> KeyformerKVCache:
+        """Sequence `idx` in a cache of its own, as `merge` takes it; this batch stays as it is."""
+        one = self._parts[idx]._copy() if self._parts is not None else self._single(idx)
+        one._announced = False  # whoever goes on with it says so anew
+        return one
 
     @property
     def state(self) -> Any:
-        """The arrays, to evaluate; a batch is not saved."""
-        return [a for a in self._arrays() if a is not None]
+        """The state of each sequence."""
+        return [p.state for p in self._singles()]
 
     @state.setter
     def state(self, v: Any) -> None:
-        raise ValueError("BatchKeyformerKVCache has no state to set; save and load single sequences.")
+        BatchKeyformerKVCache.__init__(self, [KeyformerKVCache.from_state(s) for s in v])
 
 
-def _starting_score(keys: mx.array) -> mx.array:
-    """[B, Hkv, S] float32: 0, or -inf (ranked last for good) for a key with a NaN or infinite component."""
-    return mx.where(mx.all(mx.isfinite(keys), axis=-1), 0.0, -mx.inf).astype(mx.float32)
+def _decode_mask(rows: list[int]) -> mx.array | None:
+    """[B, 1, 1, max(rows)] boolean: the rows each sequence has; None if they all have as many."""
+    n = max(rows)
+    return None if min(rows) == n else (mx.arange(n) < mx.array(rows)[:, None])[:, None, None]
+
+
+def _prompt_mask(starts: list[int], spans: list[tuple[int, int]], N: int, return_array: bool) -> Any:
+    """The causal mask of N columns, of which `spans` says which are tokens, after `starts` rows: [B, 1, N, n] boolean,
+    or what mlx-lm has for it where all sequences are alike. Padding sees a row or more, so that nothing is NaN."""
+    if len(set(starts)) == 1 and all(span == (0, N) for span in spans):
+        return create_attention_mask(N, offset=starts[0], return_array=return_array, window_size=None)
+    ends = [start + real for start, (_, real) in zip(starts, spans, strict=True)]
+    first = mx.array([start - left for start, (left, _) in zip(starts, spans, strict=True)])[:, None]
+    last = mx.clip(first + mx.arange(N), 0, mx.array([max(end - 1, 0) for end in ends])[:, None])
+    return (mx.arange(max(1, *ends)) <= last[..., None])[:, None]
+
+
+def _padded(a: mx.array | None, rows: int, n: int, like: mx.array) -> mx.array:
+    """The first `rows` rows of [1, Hkv, ...] and zeros up to n; `like` gives shape and dtype where there are none."""
+    shape = (1, like.shape[1], n - rows, *like.shape[3:])
+    zeros = mx.zeros(shape, like.dtype)
+    return zeros if a is None or rows == 0 else mx.concatenate([a[:, :, :rows], zeros], axis=2)
 
 
 def _take(a: mx.array, index: mx.array) -> mx.array:

@@ -187,7 +187,7 @@ def test_a_model_with_its_own_attention_is_refused_with_what_works() -> None:
     model = tiny_gemma2()
     with (
         pytest.raises(
-            ValueError, match=r"gemma2.*scaled_dot_product_attention.*work without them: full, keyformer_proxy, window"
+            ValueError, match=r"gemma2.*scaled_dot_product_attention.*work without them: full, keydiff, keyformer_proxy"
         ),
         attached(model),
     ):
@@ -200,19 +200,6 @@ def test_a_model_with_its_own_attention_is_refused_with_what_works() -> None:
         for _ in range(2):
             step(model, caches, 4)
         assert [c.size() for c in caches] == [21 if kind == "full" else 8] * 2
-
-
-def test_sinks_are_refused_where_they_would_be_scored_and_only_there() -> None:
-    model = tiny_gpt_oss()
-    with attached(model):
-        with pytest.raises(ValueError, match=r"sinks \(gpt_oss, mimo\).*use policy 'window'"):
-            model(tokens(9)[None], cache=make_prompt_cache(model, H2O(), 8))
-        full, caches = make_prompt_cache(model, Full()), make_prompt_cache(model, Window(n_sink=1), 8)
-        for c in (full, caches):
-            feed(model, c, tokens(12), 12)
-        assert mx.abs(step(model, full, 3) - step(model, caches, 3)).max().item() > 0
-        ours = [c for c in caches if isinstance(c, KeyformerKVCache)]
-        assert [c.size() for c in ours] == [8]
 
 
 # -- which layers ------------------------------------------------------------------------------------------------------
@@ -251,7 +238,7 @@ def test_every_layer_has_its_number_budget_and_prefill() -> None:
     caches = make_prompt_cache(tiny_llama(num_hidden_layers=3), H2O(), 9, "chunked")
     assert [(c.layer, c.budget, c.prefill) for c in caches] == [(i, 9, "chunked") for i in range(3)]
     with pytest.raises(ValueError, match="budget: expected more rows than are protected"):
-        make_prompt_cache(tiny_llama(), Window(), 4)
+        make_prompt_cache(tiny_llama(), Window(n_sink=4), 4)
 
 
 def test_odd_groups_and_head_sizes_score_the_right_heads() -> None:
