@@ -179,9 +179,11 @@ class PrefillStore:
 def _scoring(policy: Policy) -> dict[str, Any]:
     """The choices that a prompt's scores depend on."""
     choices = asdict(policy)
-    names = ["attention", "window"]
+    names = ["attention", "window", "decay"]
+    if policy.noise != "select":
+        names += ["tau_init"]
     if policy.noise == "logit":
-        names += ["noise", "redraw", "tau_init", "seed"]
+        names += ["noise", "distribution", "redraw", "seed"]
     return {name: choices[name] for name in names}
 
 

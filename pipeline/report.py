@@ -75,7 +75,7 @@ STYLES = {
     "full": ("#444444", "s"),
     "keyformer": ("#0072B2", "o"),
     "h2o": ("#D55E00", "^"),
-    "window": ("#009E73", "D"),
+    "streaming": ("#009E73", "D"),
     "keyformer_proxy": ("#CC79A7", "v"),
 }
 MORE_STYLES = [("#E69F00", "P"), ("#56B4E9", "X"), ("#000000", "<"), ("#B8A800", ">")]

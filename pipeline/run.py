@@ -95,7 +95,7 @@ def without_idle_axes(cfg: DictConfig) -> dict[str, None]:
     idle: dict[str, None] = {}
     if not policy.evicts:
         idle["budget"] = None
-    if policy.noise == "none":
+    if policy.noise == "none" or policy.distribution == "constant":
         idle["seed"] = None
     return idle
 

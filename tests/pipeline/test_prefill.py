@@ -40,7 +40,7 @@ def test_what_differs_is_stored_apart(model: Any, tmp_path: Path) -> None:
     store = PrefillStore(tmp_path, "a", 16, 1 << 30)
     prompt = prompt_of(store, model)
     assert len(files(tmp_path)) == 4
-    # scores depend on the policy's noise and window; on the seed only with noise, on the budget never
+    # scores depend on the policy's noise, temperature in the prompt, window and decay; on the seed only with noise, on the budget never
     for policy in (
         H2O(),
         H2O(seed=1),
@@ -49,10 +49,14 @@ def test_what_differs_is_stored_apart(model: Any, tmp_path: Path) -> None:
         Keyformer(),
         Keyformer(seed=1),
         Keyformer(tau_end=3.0),
+        Keyformer(distribution="gaussian"),
+        H2O(decay=0.9),
+        H2O(tau_init=2.0),
+        H2O(normalize="count", pooling=3),
     ):
         for budget in (10, 20):
             store.fill(keyformer.make_prompt_cache(model, policy, budget), prompt)
-    assert len(files(tmp_path)) == 4 + 4
+    assert len(files(tmp_path)) == 4 + 7
 
 
 def test_the_least_recently_used_go_first(model: Any, tmp_path: Path) -> None:
