@@ -29,7 +29,7 @@ def rank_rows(
     Args:
         policy: the choices.
         layer: index of the layer, a coordinate of the noise.
-        scores: [B, H, n] float32, as accumulated; -inf marks a key with a NaN or infinite component.
+        scores: [B, H, n] float32, as accumulated, none NaN; -inf marks a key with a NaN or infinite component.
         positions: [B, H, n] int32, where in the sequence each row came from.
         keys: [B, H, n, D], as stored, of any float dtype.
         stored: [B, H or 1, n] boolean, which rows exist. The others have no influence.
@@ -37,25 +37,25 @@ def rank_rows(
         tau: temperature of noise "select": a number, or [B, 1, 1] float32.
 
     Returns:
-        [B, H, n] float32; -inf (lowest) for rows with such a key and for rows that do not exist. Never NaN.
+        [B, H, n] float32; -inf (lowest) for rows with such a key, some number for rows that do not exist, never NaN.
     """
-    usable = stored & (scores != -mx.inf)
+    bad = scores == -mx.inf
     if policy.attention == "norm":
-        rank = -_length(keys, usable)[1][..., 0]
+        rank = mx.where(bad, -mx.inf, -_length(keys, stored & ~bad)[1][..., 0])
     elif policy.attention == "difference":
-        rank = -_cosine(keys, usable)
+        rank = mx.where(bad, -mx.inf, -_cosine(keys, stored & ~bad))
     elif policy.attention == "none":
-        rank = mx.zeros(scores.shape, mx.float32)
+        rank = mx.where(bad, -mx.inf, 0.0)
     else:
         rank = scores
         if policy.normalize == "count":
             rank = rank / _counted(policy, offset - positions)
         if policy.pooling > 1:
-            rank = _pooled(rank, positions, usable, policy.pooling)
+            rank = mx.where(bad, -mx.inf, _pooled(rank, positions, stored & ~bad, policy.pooling))
     if policy.noise == "select" and (isinstance(tau, mx.array) or tau != 0):
         heads = mx.arange(positions.shape[1])[:, None]
         rank = rank + tau * noise.draw(policy.distribution, policy.seed, layer, heads, positions)
-    return mx.where(usable, rank, -mx.inf)
+    return rank
 
 
 def _counted(policy: Policy, queries: mx.array) -> mx.array:

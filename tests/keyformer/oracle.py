@@ -6,12 +6,14 @@ It shares no code with `keyformer`. It follows the eviction too, so it says at e
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 WORD = 0xFFFFFFFF
+MEAN, DEVIATION = 0.57721566490153286, math.sqrt(math.pi**2 / 6)
 
 
 # -- noise: the documented hash in Python's own integers ---------------------------------------------------------------
@@ -46,6 +48,16 @@ def gumbel(seed: int, layer: int, head: int, position: int, query: int | None = 
     return -math.log(-math.log(uniform(hashed(seed, layer, head, position, query))))
 
 
+def draw(distribution: str, seed: int, layer: int, head: int, position: int, query: int | None = None) -> float:
+    """The noise arms: the same uniform number through two distribution functions, or the mean of both."""
+    if distribution == "constant":
+        return MEAN
+    if distribution == "gaussian":
+        u = uniform(hashed(seed, layer, head, position, query))
+        return statistics.NormalDist(MEAN, DEVIATION).inv_cdf(u)
+    return gumbel(seed, layer, head, position, query)
+
+
 def temperature(step: int, tau_init: float, tau_end: float, anneal_steps: int) -> float:
     if anneal_steps == 0:
         return tau_init
@@ -55,9 +67,15 @@ def temperature(step: int, tau_init: float, tau_end: float, anneal_steps: int) -
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
-def softmax(x: np.ndarray) -> np.ndarray:
+def softmax(x: np.ndarray, sink: float | None = None) -> np.ndarray:
+    """With a sink: one more logit, whose share is not returned."""
+    x = x if sink is None else np.append(x, sink)
     e = np.exp(x - x.max())
-    return e / e.sum()
+    return (e / e.sum())[: len(x) - (sink is not None)]
+
+
+def capped(logits: np.ndarray, soft_cap: float | None) -> np.ndarray:
+    return logits if soft_cap is None else soft_cap * np.tanh(logits / soft_cap)
 
 
 def mass(
@@ -68,6 +86,9 @@ def mass(
     added: np.ndarray,
     noise: np.ndarray | None = None,
     tau: float = 1.0,
+    weight: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    soft_cap: float | None = None,
 ) -> np.ndarray:
     """[B, Hkv, S, n]: what each query gives to each row, summed over the query heads of the KV head.
 
@@ -75,6 +96,8 @@ def mass(
         queries, keys: [B, Hq, S, D] and [B, Hkv, n, D].
         allowed, added: [B, Hq, S, n], which rows a query sees, and what is added to the logits.
         noise: [B, Hq, S, n] or None.
+        weight: [B, S], how much each query counts.
+        sinks: [Hq], a logit of each query head that takes a share.
     """
     queries, keys = queries.astype(np.float64), keys.astype(np.float64)
     B, Hq, S, _ = queries.shape
@@ -85,11 +108,17 @@ def mass(
         if not seen.any() or not np.isfinite(queries[b, h, i]).all():
             continue
         kv = h // (Hq // Hkv)
-        logits = keys[b, kv, seen] @ queries[b, h, i] * scale + added[b, h, i, seen]
+        logits = capped(keys[b, kv, seen] @ queries[b, h, i] * scale, soft_cap) + added[b, h, i, seen]
         if noise is not None:
-            logits = (logits + noise[b, h, i, seen]) / tau
-        out[b, kv, i, seen] += softmax(logits)
+            logits = logits + noise[b, h, i, seen]
+        given = softmax(logits / tau, None if sinks is None else sinks[h] / tau)
+        out[b, kv, i, seen] += given if weight is None else given * weight[b, i]
     return out
+
+
+def counted(age: int, window: int = 0, decay: float = 1.0) -> float:
+    """How much the query `age` queries before the last one counts."""
+    return 0.0 if window and age >= window else decay**age
 
 
 def dropped(rank: np.ndarray, positions: np.ndarray, protected: np.ndarray, count: int) -> list[int]:
@@ -117,22 +146,31 @@ class Row:
 
 @dataclass
 class Layer:
-    """One sequence, one layer. `recent` and `n_sink` are rows; the other choices are named as in ALGORITHM.md."""
+    """One sequence, one layer. `recent` and `n_sink` are rows; the other choices are named as in ALGORITHM.md.
+
+    `sinks` (one logit per query head) and `soft_cap` belong to the model: its attention has them, so the scores do.
+    """
 
     kv_heads: int
     budget: int | None  # None: everything stays
     attention: str = "query"
     noise: str = "none"
+    distribution: str = "gumbel"
     redraw: bool = True
     tau_init: float = 1.0
     tau_end: float = 1.0
     anneal_steps: int = 0
     window: int = 0
+    decay: float = 1.0
+    normalize: str = "none"
+    pooling: int = 1
     n_sink: int = 0
     recent: int = 0
     seed: int = 0
     layer: int = 0
     prefill: str = "full"
+    sinks: np.ndarray | None = None
+    soft_cap: float | None = None
 
     def __post_init__(self) -> None:
         self.heads: list[list[Row]] = [[] for _ in range(self.kv_heads)]
@@ -185,31 +223,37 @@ class Layer:
                 seen = old + new[: i + 1]
                 for h in range(head * group, (head + 1) * group):
                     with np.errstate(all="ignore"):
-                        logits = np.array([r.key @ q[h, i] * scale for r in seen])
-                        out[h, i] = softmax(logits) @ np.array([r.value for r in seen])
+                        logits = capped(np.array([r.key @ q[h, i] * scale for r in seen]), self.soft_cap)
+                        out[h, i] = softmax(logits, self._sink(h)) @ np.array([r.value for r in seen])
                     if self.attention == "query":
                         self._give(seen, logits, h, first + i, tau, np.isfinite(q[h, i]).all())
             (self.waiting if self.attention == "key" else self.heads)[head].extend(new)
         self.offset += S
-        if self.window:
+        if self.attention == "query":
             for row in (r for head in self.heads for r in head):
-                row.score = sum(m for p, m in row.masses.items() if p >= self.offset - self.window)
+                row.score = sum(
+                    m * counted(self.offset - 1 - p, self.window, self.decay) for p, m in row.masses.items()
+                )
         return out
+
+    def _sink(self, head: int) -> float | None:
+        return None if self.sinks is None else float(self.sinks[head])
 
     def _give(self, seen: list[Row], logits: np.ndarray, head: int, query: int, tau: float, asks: bool) -> None:
         """One query's mass."""
+        sink = self._sink(head)
         if self.noise == "logit":
             asking = query if self.redraw else None
-            g = [gumbel(self.seed, self.layer, head, r.position, asking) for r in seen]
-            logits = (logits + np.array(g)) / tau
+            g = [draw(self.distribution, self.seed, self.layer, head, r.position, asking) for r in seen]
+            logits = logits + np.array(g)
+        if self.noise != "select":
+            logits = logits / tau
+            sink = None if sink is None else sink / tau
         good = [i for i, r in enumerate(seen) if not r.bad]
         if not good or not asks:
             return
-        for i, m in zip(good, softmax(logits[good]), strict=True):
-            row = seen[i]
-            row.masses[query] = row.masses.get(query, 0.0) + m
-            if not self.window:
-                row.score += m
+        for i, m in zip(good, softmax(logits[good], sink), strict=True):
+            seen[i].masses[query] = seen[i].masses.get(query, 0.0) + m
 
     # eviction
 
@@ -239,16 +283,7 @@ class Layer:
         assert self.budget is not None
         if len(rows) <= self.budget:
             return
-        if self.attention == "none":
-            rank = [-math.inf if r.bad else float(r.position) for r in rows]
-        else:
-            rank = [-math.inf if r.bad else r.score for r in rows]
-            if self.noise == "select":
-                step = offset - 1 if self.attention == "key" else self.step
-                tau = temperature(step, self.tau_init, self.tau_end, self.anneal_steps)
-                rank = [
-                    x + tau * gumbel(self.seed, self.layer, head, r.position) for x, r in zip(rank, rows, strict=True)
-                ]
+        rank = self.rank(head, rows, offset)
         positions = np.array([r.position for r in rows])
         protected = (positions < self.n_sink) | (positions >= offset - self.recent)
         gone = dropped(np.array(rank), positions, protected, len(rows) - self.budget)
@@ -259,10 +294,44 @@ class Layer:
         self.margin = min([self.margin, *gaps])
         self.heads[head] = [r for i, r in enumerate(rows) if i not in gone]
 
+    def rank(self, head: int, rows: list[Row], offset: int) -> list[float]:
+        """What the decision compares, for rows in any order."""
+        good = [r for r in sorted(rows, key=lambda r: r.position) if not r.bad]
+        if self.attention == "none":
+            value = [0.0] * len(good)
+        elif self.attention == "norm":
+            value = [-math.sqrt(sum(float(x) ** 2 for x in r.key)) for r in good]
+        elif self.attention == "difference":
+            directions = [_direction(r.key) for r in good]
+            mean = _direction(np.mean(directions, axis=0)) if good else np.zeros(0)
+            value = [-float(d @ mean) for d in directions]
+        else:
+            value = [r.score for r in good]
+        if self.normalize == "count":
+            for i, r in enumerate(good):
+                value[i] /= sum(counted(age, self.window, self.decay) for age in range(offset - r.position))
+        half = self.pooling // 2
+        value = [float(np.mean(value[max(0, i - half) : i + half + 1])) for i in range(len(good))]
+        if self.noise == "select":
+            step = offset - 1 if self.attention == "key" else self.step
+            tau = temperature(step, self.tau_init, self.tau_end, self.anneal_steps)
+            for i, r in enumerate(good):
+                value[i] += tau * draw(self.distribution, self.seed, self.layer, head, r.position)
+        of = {r.position: x for r, x in zip(good, value, strict=True)}
+        return [of.get(r.position, -math.inf) for r in rows]
+
+
+def _direction(key: np.ndarray) -> np.ndarray:
+    """A vector of length 1, or 0."""
+    key = key.astype(np.float64)
+    length = math.sqrt(key @ key)
+    return key / length if length else key
+
 
 def layer_of(policy: Any, kv_heads: int, budget: int | None, **more: Any) -> Layer:
     """A Layer with the choices of a keyformer policy."""
-    same = ("attention", "noise", "redraw", "tau_init", "tau_end", "anneal_steps", "window", "n_sink", "seed")
+    same = ("attention", "noise", "distribution", "redraw", "tau_init", "tau_end", "anneal_steps")
+    same += ("window", "decay", "normalize", "pooling", "n_sink", "seed")
     choices = {name: getattr(policy, name) for name in same}
     recent = 0 if budget is None else policy.recent_rows(budget)
     return Layer(kv_heads, budget, recent=recent, **choices, **more)

@@ -12,7 +12,20 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama
 
-from keyformer import H2O, Full, Keyformer, KeyformerKVCache, KeyformerProxy, Policy, Window
+from keyformer import (
+    H2O,
+    Full,
+    KeyDiff,
+    Keyformer,
+    KeyformerKVCache,
+    KeyformerProxy,
+    Knorm,
+    Policy,
+    Random,
+    SnapKV,
+    Tova,
+    Window,
+)
 
 
 def attend(cache: Any, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
@@ -75,7 +88,7 @@ class Stream:
         return 1 / math.sqrt(self.q.shape[3])
 
 
-NO_QUERIES = ("full", "window", "keyformer_proxy", "proxy without noise")
+NO_QUERIES = ("full", "window", "random", "keyformer_proxy", "proxy without noise", "knorm", "keydiff")
 
 
 def a_policy(kind: str, n_sink: int = 0, recent: int | float = 0, seed: int = 0) -> Policy:
@@ -86,12 +99,22 @@ def a_policy(kind: str, n_sink: int = 0, recent: int | float = 0, seed: int = 0)
         "window": lambda: Window(**same),
         "h2o": lambda: H2O(**same),
         "h2o, last 3": lambda: H2O(window=3, **same),
+        "h2o, decay": lambda: H2O(decay=0.8, normalize="count", **same),
+        "h2o, per query, softmax(x/T)": lambda: H2O(
+            normalize="count", tau_init=0.6, tau_end=2.0, anneal_steps=6, **same
+        ),
         "keyformer": lambda: Keyformer(anneal_steps=5, **same),
         "keyformer, frozen": lambda: Keyformer(redraw=False, tau_init=0.7, tau_end=1.9, anneal_steps=5, **same),
         "keyformer, last 4": lambda: Keyformer(window=4, anneal_steps=5, **same),
+        "keyformer, gaussian": lambda: Keyformer(distribution="gaussian", anneal_steps=5, **same),
         "keyformer_proxy": lambda: KeyformerProxy(tau_init=0.5, tau_end=2, anneal_steps=9, **same),
         "proxy without noise": lambda: KeyformerProxy(tau_init=0, tau_end=0, **same),
         "queries, noise at the decision": lambda: Policy(noise="select", tau_end=3.0, anneal_steps=6, **same),
+        "random": lambda: Random(**same),
+        "tova": lambda: Tova(**same),
+        "snapkv": lambda: SnapKV(window=4, pooling=3, **same),
+        "knorm": lambda: Knorm(**same),
+        "keydiff": lambda: KeyDiff(**same),
     }[kind]()
 
 
@@ -100,12 +123,20 @@ KINDS = (
     "window",
     "h2o",
     "h2o, last 3",
+    "h2o, decay",
+    "h2o, per query, softmax(x/T)",
     "keyformer",
     "keyformer, frozen",
     "keyformer, last 4",
+    "keyformer, gaussian",
     "keyformer_proxy",
     "proxy without noise",
     "queries, noise at the decision",
+    "random",
+    "tova",
+    "snapkv",
+    "knorm",
+    "keydiff",
 )
 
 
