@@ -41,8 +41,15 @@ def attend(cache: Any, q: mx.array, k: mx.array, v: mx.array, scale: float) -> m
     return out
 
 
+def alone(cache: KeyformerKVCache, b: int) -> tuple[KeyformerKVCache, int]:
+    """Where sequence b is stored: a batch in its prompt holds a cache for each."""
+    parts = getattr(cache, "_parts", None)
+    return (cache, b) if parts is None else (parts[b], 0)
+
+
 def kept(cache: KeyformerKVCache, b: int = 0) -> list[list[tuple[int, int]]]:
     """Per KV head of sequence b: (position, slot) of the stored rows, in temporal order."""
+    cache, b = alone(cache, b)
     if cache.positions is None:
         return []
     rows = cache._rows[b]
@@ -57,6 +64,7 @@ def kept_positions(cache: KeyformerKVCache, b: int = 0) -> list[list[int]]:
 
 
 def kept_scores(cache: KeyformerKVCache, b: int = 0) -> list[list[float]]:
+    cache, b = alone(cache, b)
     assert cache.scores is not None
     scores = np.array(cache.scores[b])
     return [[float(scores[h, i]) for _, i in head] for h, head in enumerate(kept(cache, b))]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import Layer, layer_of
-from small import KINDS, Stream, a_policy, attend, kept, kept_positions, kept_scores, policies_and_budgets
+from small import KINDS, Stream, a_policy, alone, attend, kept, kept_positions, kept_scores, policies_and_budgets
 
 from keyformer import KeyformerKVCache, KeyformerProxy, Policy
 
@@ -19,8 +19,11 @@ from keyformer import KeyformerKVCache, KeyformerProxy, Policy
 def compare(cache: KeyformerKVCache, one: Layer, b: int = 0) -> None:
     """The same rows kept, with the same scores."""
     heads = range(one.kv_heads)
-    assert kept_positions(cache, b) == [one.positions(h) for h in heads]
     assert cache.sizes()[b] == len(one.positions(0))
+    if not one.positions(0):
+        return
+    assert kept_positions(cache, b) == [one.positions(h) for h in heads]
+    assert cache.kept(b).tolist() == [one.positions(h) for h in heads]
     if one.attention == "none" or any(one.waiting):
         return
     for h, scores in enumerate(kept_scores(cache, b)):
@@ -28,6 +31,7 @@ def compare(cache: KeyformerKVCache, one: Layer, b: int = 0) -> None:
 
 
 def rows_are_bit_exact(cache: KeyformerKVCache, stream: Stream, b: int = 0) -> None:
+    cache, b = alone(cache, b)
     assert cache.keys is not None
     assert cache.values is not None
     for ours, original in ((cache.keys, stream.k), (cache.values, stream.v)):
@@ -161,6 +165,124 @@ def test_batches(data: st.DataObject) -> None:
             np.testing.assert_allclose(np.array(got[b]), expected, atol=1e-5)
             compare(batch, one, b)
             rows_are_bit_exact(batch, stream, b)
+
+
+def chunked(draw: st.DrawFn, n: int) -> list[int]:
+    """n in parts."""
+    chunks: list[int] = []
+    while sum(chunks) < n:
+        chunks.append(draw(st.integers(1, n - sum(chunks))))
+    return chunks
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(st.data())
+def test_padded_prompts(data: st.DataObject) -> None:
+    """Prompts of different lengths, padded left or right, chunk by chunk; then decoded, joined by others, taken apart.
+
+    Padding holds large numbers that no row may become. After every call each sequence is what it would be alone.
+    """
+    policy, _ = data.draw(policies_and_budgets())
+    kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 2, 3]))
+    prefill = data.draw(st.sampled_from(["full", "chunked"]))
+    announced = data.draw(st.booleans())
+
+    def sequence(n: int) -> tuple[Stream, KeyformerKVCache, Layer]:
+        budget = policy.least_budget() + data.draw(st.integers(0, 16))
+        stream = Stream.random(data.draw(st.integers(0, 2**32)), n + 20, kv_heads * group, kv_heads, 7, 5)
+        one = layer_of(policy, kv_heads, budget if policy.evicts else None, layer=1, prefill=prefill)
+        return stream, KeyformerKVCache(policy, budget, 1, prefill), one
+
+    lengths = data.draw(st.lists(st.integers(0, 14), min_size=1, max_size=4))
+    announced = announced or not any(lengths)  # unannounced, the first token of all is a prompt
+    longest = max(2, *lengths)
+    sequences = [sequence(n) for n in lengths]
+    scale = sequences[0][0].scale
+    batch = KeyformerKVCache.merge([c for _, c, _ in sequences])
+    left = data.draw(st.booleans())
+    pads = [longest - n for n in lengths]
+    if announced:
+        batch.begin_prefill()
+    if left:
+        batch.prepare(left_padding=pads)
+    elif any(pads):
+        batch.prepare(lengths=lengths, right_padding=pads)
+
+    def padded(stream: Stream, n: int, pad: int) -> list[mx.array]:
+        rows = []
+        for a in stream.part(0, n):
+            around = mx.full((1, a.shape[1], pad, a.shape[3]), 1e4)
+            rows.append(mx.concatenate([around, a] if left else [a, around], axis=2))
+        return rows
+
+    whole = [padded(s, n, pad) for (s, _, _), n, pad in zip(sequences, lengths, pads, strict=True)]
+    q, k, v = (mx.concatenate(list(a)) for a in zip(*whole, strict=True))
+    chunks = data.draw(st.composite(chunked)(longest))
+    if not announced and (chunks[-1] == 1 or left):
+        # nobody says that a last token alone still belongs to the prompt
+        chunks = [longest]
+    at = 0
+    for S in chunks:
+        columns = slice(at, at + S)
+        got = attend(batch, q[:, :, columns], k[:, :, columns], v[:, :, columns], scale)
+        for b, (stream, _, one) in enumerate(sequences):
+            before = pads[b] if left else 0
+            first, last = (min(max(i - before, 0), lengths[b]) for i in (at, at + S))
+            if last > first:
+                expected = one.prompt(*stream.numpy(first, last), scale)
+                assume(one.margin > 1e-5)
+                shown = np.array(got[b])[:, first + before - at : last + before - at]
+                np.testing.assert_allclose(shown, expected, atol=1e-5)
+            compare(batch, one, b)
+        at += S
+    batch.finalize()
+    assert np.array(batch.offset).tolist() == lengths
+    if announced:
+        batch.end_prefill()
+    for _, _, one in sequences:
+        one.end_prefill()
+    live, ended = list(range(len(sequences))), list(lengths)
+
+    def decode(times: int) -> None:
+        for _ in range(times):
+            parts = [sequences[i][0].part(ended[i], ended[i] + 1) for i in live]
+            q, k, v = (mx.concatenate(list(a)) for a in zip(*parts, strict=True))
+            got = attend(batch, q, k, v, scale)
+            for b, i in enumerate(live):
+                stream, _, one = sequences[i]
+                expected = one.decode(*stream.numpy(ended[i], ended[i] + 1), scale)
+                assume(one.margin > 1e-5)
+                np.testing.assert_allclose(np.array(got[b]), expected, atol=1e-5)
+                ended[i] += 1
+                compare(batch, one, b)
+                rows_are_bit_exact(batch, stream, b)
+
+    decode(4)
+    later = sequence(3)
+    attend(later[1], *later[0].part(0, 3), scale)
+    later[2].prompt(*later[0].numpy(0, 3), scale)
+    later[1].end_prefill()
+    later[2].end_prefill()
+    batch.extend(KeyformerKVCache.merge([later[1]]))
+    sequences.append(later)
+    live.append(len(sequences) - 1)
+    ended.append(3)
+    decode(3)
+    b = data.draw(st.integers(0, len(live) - 1))
+    out, i = batch.extract(b), live[b]
+    for _ in range(3):  # goes on alone, the batch stays
+        stream, _, one = sequences[i]
+        got = attend(out, *stream.part(ended[i], ended[i] + 1), scale)
+        np.testing.assert_allclose(
+            np.array(got[0]), one.decode(*stream.numpy(ended[i], ended[i] + 1), scale), atol=1e-5
+        )
+        assume(one.margin > 1e-5)
+        ended[i] += 1
+        compare(out, one)
+    live.remove(i)
+    batch.filter([c for c in range(len(live) + 1) if c != b])
+    if live:
+        decode(3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
