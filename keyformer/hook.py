@@ -59,25 +59,46 @@ def make_prompt_cache(
         ValueError: no layer can be replaced, a budget that protects everything, an unknown option, or a rotary
             embedding that cannot be read.
     """
+    return _planned(model, policy, budget, prefill, positions, allocate)()
+
+
+def _planned(
+    model: nn.Module,
+    policy: Policy,
+    budget: int | None,
+    prefill: str,
+    positions: str,
+    allocate: str | Sequence[float],
+) -> Callable[[], list[Any]]:
+    """What makes the caches of `make_prompt_cache`; the model is looked at here, once."""
     if positions not in ("original", "contiguous"):
         raise ValueError(f"positions: expected 'original' or 'contiguous', got {positions!r}.")
-    caches = _own_caches(model)
-    layers = [layer for layer, c in enumerate(caches) if type(c) is KVCache]
-    if not layers:
-        kinds = ", ".join(sorted({type(c).__name__ for c in caches}))
-        raise ValueError(
-            f"Expected a model with global-attention KVCache layers, got {kinds}: there is nothing to evict."
-        )
+    with _own_make_cache(model):
+        caches = list(_default_cache(model))
+        layers = [layer for layer, c in enumerate(caches) if type(c) is KVCache]
+        if not layers:
+            kinds = ", ".join(sorted({type(c).__name__ for c in caches}))
+            raise ValueError(
+                f"Expected a model with global-attention KVCache layers, got {kinds}: there is nothing to evict."
+            )
+        ropes = read_ropes(model, layers) if positions == "contiguous" else [None] * len(layers)
     budgets: list[int | None] = [budget] * len(layers)
     if policy.evicts and budget is not None:
         budgets = list(_allocate(allocate, budget, len(layers), policy))
     elif not policy.evicts and allocate != "uniform":
         raise ValueError(f"allocate: policy {policy.name} keeps every row of every layer; leave it 'uniform'.")
-    ropes = read_ropes(model, layers) if positions == "contiguous" else [None] * len(layers)
-    for layer, rows, rope in zip(layers, budgets, ropes, strict=True):
-        caches[layer] = KeyformerKVCache(policy, rows, layer, prefill, rope=rope, uneven=len(set(budgets)) > 1)
-    log.info("%s: %s", type(model).__module__, cache_counts(caches))
-    return caches
+    uneven = len(set(budgets)) > 1
+
+    def make() -> list[Any]:
+        with _own_make_cache(model):
+            caches = list(_default_cache(model))
+        for layer, rows, rope in zip(layers, budgets, ropes, strict=True):
+            caches[layer] = KeyformerKVCache(policy, rows, layer, prefill, rope=rope, uneven=uneven)
+        return caches
+
+    # a first time here: what a cache refuses is refused before generation begins
+    log.info("%s: %s", type(model).__module__, cache_counts(make()))
+    return make
 
 
 def cache_counts(caches: Sequence[Any]) -> dict[str, int]:
@@ -95,14 +116,16 @@ class _CacheMaker:
         return self.make()
 
 
-def _own_caches(model: nn.Module) -> list[Any]:
-    """The caches the model would have without us."""
+@contextmanager
+def _own_make_cache(model: nn.Module) -> Iterator[None]:
+    """Within this block mlx-lm makes the caches that the model would have without us."""
     ours = vars(model).get("make_cache")
     if not isinstance(ours, _CacheMaker):
-        return list(_default_cache(model))
+        yield
+        return
     del model.make_cache
     try:
-        return list(_default_cache(model))
+        yield
     finally:
         model.make_cache = ours
 
@@ -138,16 +161,11 @@ def attached(
     if policy is None and (budget, prefill, positions, allocate) != (None, "full", "original", "uniform"):
         raise ValueError("attached: budget, prefill, positions and allocate need a policy beside them, got none.")
 
-    def make() -> list[Any]:
-        assert policy is not None
-        return make_prompt_cache(model, policy, budget, prefill, positions=positions, allocate=allocate)
-
-    if policy is not None:
-        make()  # refuses here what it would refuse in the middle of mlx-lm
+    make = None if policy is None else _planned(model, policy, budget, prefill, positions, allocate)
     with ExitStack() as undo:
         undo.enter_context(_shown_queries(model, needed=policy is None or policy.attention == "query"))
         undo.enter_context(_told_prompts())
-        if policy is not None:
+        if make is not None:
             before = vars(model).get("make_cache")
             model.make_cache = _CacheMaker(make)
             undo.callback(_restore_make_cache, model, before)
