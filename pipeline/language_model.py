@@ -52,7 +52,7 @@ class Response:
     prompt_tokens: int
     generated_tokens: int
     telemetry: dict[str, float]
-    trace: list[tuple[int, int, int]]
+    trace: list[tuple[int, float, int]]
 
 
 @dataclass
@@ -73,7 +73,7 @@ class _Sequence:
     hits: list[bool] = field(default_factory=list)
     done: bool = False
     telemetry: dict[str, float] = field(default_factory=dict)
-    trace: list[tuple[int, int, int]] = field(default_factory=list)
+    trace: list[tuple[int, float, int]] = field(default_factory=list)
 
     def next_token(self) -> int:
         return self.forced[self.fed] if self.fed < len(self.forced) else self.new[-1]
@@ -91,10 +91,10 @@ class KeyformerLM(LM):
         model, tokenizer: as mlx_lm.load returns them.
         policy: which rows stay.
         budget: rows kept per KV head (int), or a fraction in (0, 1] of the tokens before the eviction, request by
-        request;
-            1.0 keeps every row.
+            request; 1.0 keeps every row.
         context: tokens the model takes; longer rolling texts are cut into windows as lm-eval does.
         prefill: "full" or "chunked".
+        positions, allocate: as `keyformer.make_prompt_cache` takes them; a budget of 1.0 is the same in every layer.
         prefill_step_size: tokens per chunk of the prompt.
         batch_size: sequences decoded together.
         store: prompts shared with other jobs; None computes each.
@@ -110,6 +110,8 @@ class KeyformerLM(LM):
         *,
         context: int,
         prefill: str = "full",
+        positions: str = "original",
+        allocate: str | Sequence[float] = "uniform",
         prefill_step_size: int = 512,
         batch_size: int = 8,
         store: PrefillStore | None = None,
@@ -118,6 +120,8 @@ class KeyformerLM(LM):
         super().__init__()
         self.model, self.tokenizer, self.policy, self.budget = model, tokenizer, policy, budget
         self.context, self.prefill, self.step, self.batch_size = context, prefill, prefill_step_size, batch_size
+        self.positions = positions
+        self.allocate = "uniform" if isinstance(budget, float) and budget == 1.0 else allocate
         self.store = store if prefill == "full" else None
         self.query_aware = query_aware
 
@@ -269,24 +273,25 @@ class KeyformerLM(LM):
 
     def _prefill(self, s: _Sequence) -> tuple[list[Any], dict[str, float]]:
         """Caches after the end of the prompt, and what it took."""
-        caches = keyformer.make_prompt_cache(self.model, self.policy, s.budget, self.prefill)
+        caches = self._new_caches(s.budget)
         ours = [c for c in caches if isinstance(c, KeyformerKVCache)]
         started = time.perf_counter()
-        peak, seconds = 0, 0.0
+        peak, seconds, prompt = 0.0, 0.0, None
         if s.prefix and self.store is not None and len(ours) == len(caches):
             prompt = self.store.prompt(self.model, s.prefix)
+            if prompt is None:  # this model's attention needs more than queries, keys and values
+                self.store = None
+        if prompt is not None and self.store is not None:
             started = time.perf_counter()
             self.store.fill(ours, prompt)
-            seconds, peak = prompt.seconds, len(s.prefix)
+            seconds, peak = prompt.seconds, float(len(s.prefix))
         elif s.prefix:
             for c in ours:
                 c.begin_prefill()
             for first in range(0, len(s.prefix), self.step):
                 self.model(mx.array(s.prefix[first : first + self.step])[None], cache=caches)
-                peak = max(
-                    peak,
-                    ours[0].size() + (len(s.prefix[first : first + self.step]) if self.prefill == "chunked" else 0),
-                )
+                chunk = len(s.prefix[first : first + self.step]) if self.prefill == "chunked" else 0
+                peak = max(peak, _rows(ours, [c.size() for c in ours]) + chunk)
                 mx.eval([c.state for c in caches])
                 mx.clear_cache()
             peak = min(peak, len(s.prefix))
@@ -299,15 +304,23 @@ class KeyformerLM(LM):
             "prefill_tokens": float(len(s.prefix)),
             "prefill_seconds": seconds,
             "evict_seconds": time.perf_counter() - started,
-            "prefill_rows": float(peak),
+            "prefill_rows": peak,
         }
+
+    def _new_caches(self, budget: int | None) -> list[Any]:
+        try:
+            return keyformer.make_prompt_cache(
+                self.model, self.policy, budget, self.prefill, positions=self.positions, allocate=self.allocate
+            )
+        except ValueError as error:
+            raise BadInput(str(error)) from error
 
     def _decode(self, batch: list[_Sequence], caches: list[list[Any]]) -> None:
         """Feed every sequence to its end, all together; a finished one leaves the batch."""
         alone = [i for i, s in enumerate(batch) if not s.prefix]
         for i in alone:
             # an empty cache has no shape to merge: its first token goes alone
-            caches[i] = keyformer.make_prompt_cache(self.model, self.policy, batch[i].budget, self.prefill)
+            caches[i] = self._new_caches(batch[i].budget)
             for c in caches[i]:
                 if isinstance(c, KeyformerKVCache):
                     c.end_prefill()
@@ -345,7 +358,12 @@ class KeyformerLM(LM):
         best_tokens: Any = best.tolist()
         chosen_logprobs: Any = chosen.tolist()
         ours = [c for c in caches if isinstance(c, KeyformerKVCache)]
-        slots, sizes = ours[0].slots(), ours[0].sizes()
+        # layers differ only where budgets are allocated unevenly
+        each = ours if ours[0].uneven else ours[:1]
+        slots, sizes = (
+            [_rows(each, rows) for rows in zip(*counts, strict=True)]
+            for counts in ([c.slots() for c in each], [c.sizes() for c in each])
+        )
         row_bytes = sum(c.row_bytes for c in ours)
         allocated = sum(c.nbytes for c in caches) / len(sequences)
         for i, s in enumerate(sequences):
@@ -354,11 +372,11 @@ class KeyformerLM(LM):
             t["row_bytes"] = float(row_bytes)
             t["decode_seconds"] = t.get("decode_seconds", 0.0) + took / len(sequences)
             t["decode_tokens"] = t.get("decode_tokens", 0.0) + 1
-            t["decode_rows"] = max(t.get("decode_rows", 0.0), float(slots[i]))
+            t["decode_rows"] = max(t.get("decode_rows", 0.0), slots[i])
             t["allocated_bytes"] = max(t.get("allocated_bytes", 0.0), float(allocated))
-            t["rows_kept"] = float(sizes[i])
+            t["rows_kept"] = sizes[i]
             t.setdefault("first_token_seconds", took)
-            s.trace.append((len(s.prefix) + s.fed, sizes[i], sizes[i] * row_bytes))
+            s.trace.append((len(s.prefix) + s.fed, sizes[i], round(sizes[i] * row_bytes)))
             if targets[i] is not None:
                 s.logprobs.append(chosen_logprobs[i])
                 s.hits.append(best_tokens[i] == targets[i])
@@ -425,6 +443,12 @@ class KeyformerLM(LM):
 def _samples(request: Request) -> bool:
     options = request.gen_kwargs or {}
     return bool(options.get("do_sample")) and (options.get("temperature") or 0) > 0
+
+
+def _rows(caches: Sequence[KeyformerKVCache], rows: Sequence[int]) -> float:
+    """The mean of the layers' rows, weighted by the bytes of a row: times the bytes of all, it is the memory."""
+    weights = [c.row_bytes or 1 for c in caches]
+    return sum(r * w for r, w in zip(rows, weights, strict=True)) / sum(weights)
 
 
 def _copy(cache: Any) -> Any:

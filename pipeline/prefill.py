@@ -32,11 +32,20 @@ class RecordedAttention(KVCache):
         super().__init__()
         self.queries: list[mx.array] = []
         self.scale = 0.0
+        self.tells_all = True  # queries, keys and scale are all that this layer's scores come from
 
-    def observe(self, queries: mx.array, keys: mx.array, *, scale: float, mask: Any) -> list[mx.array]:
+    def observe(
+        self, queries: mx.array, keys: mx.array, *, scale: float, mask: Any, sinks: Any = None, soft_cap: Any = None
+    ) -> list[mx.array]:
         """Called by `keyformer.attached` after each attention."""
         self.queries.append(queries)
         self.scale = scale
+        logits_in_mask = isinstance(mask, mx.array) and mask.dtype != mx.bool_
+        once = self.offset == sum(q.shape[2] for q in self.queries)
+        assert self.keys is not None
+        same_keys = keys.shape[1] == self.keys.shape[1]
+        if sinks is not None or soft_cap is not None or logits_in_mask or not once or not same_keys:
+            self.tells_all = False
         return []
 
 
@@ -69,8 +78,11 @@ class PrefillStore:
     def __init__(self, folder: Path, identity: str, step: int, limit_bytes: int) -> None:
         self.folder, self.identity, self.step, self.limit_bytes = folder, identity, step, limit_bytes
 
-    def prompt(self, model: Any, tokens: list[int]) -> Prompt:
-        """The stored prompt, or the model's work on it now (inside `keyformer.attached`)."""
+    def prompt(self, model: Any, tokens: list[int]) -> Prompt | None:
+        """The stored prompt, or the model's work on it now (inside `keyformer.attached`).
+
+        None for a model whose scores need more than queries, keys and values: attention sinks, capped logits, latents.
+        """
         key = _digest(self.identity, self.step, tokens)
         loaded = self._load(f"{key}.safetensors", [f"{name}{i}" for name in "qkv" for i, _ in enumerate(model.layers)])
         if loaded is not None:
@@ -82,6 +94,8 @@ class PrefillStore:
         for first in range(0, len(tokens), self.step):
             model(mx.array(tokens[first : first + self.step])[None], cache=caches)
             mx.eval([c.state[:2] for c in caches], [c.queries for c in caches])
+            if not all(c.tells_all for c in caches):
+                return None
         prompt = Prompt(
             key,
             [mx.concatenate(c.queries, axis=2) for c in caches],
@@ -119,7 +133,7 @@ class PrefillStore:
             for first in range(0, n, self.step):
                 rows = slice(first, min(first + self.step, n))
                 seen, _ = cache.update_and_fetch(prompt.keys[i][:, :, rows], prompt.values[i][:, :, rows])
-                mask = "causal" if rows.stop - first > 1 else None
+                mask = cache.fit_mask("causal" if rows.stop - first > 1 else None, rows.stop - first)
                 mx.eval(cache.observe(prompt.queries[i][:, :, rows], seen, scale=prompt.scales[i], mask=mask))
         scored = {f"s{i}": c.scores[..., :n] for i, c in enumerate(caches) if c.scores is not None}
         scored |= {f"m{i}": c.masses[:, :, :n] for i, c in enumerate(caches) if c.masses is not None}

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.console import Console
 
 from keyformer import Policy, make_policy
+from keyformer.allocate import allocate
 
 from . import models, tracking
 from .errors import BadInput, interrupted
@@ -58,6 +59,8 @@ def validate(cfg: DictConfig) -> Policy:
             raise BadInput(f"{name}: expected options, got {cfg[name]!r}; choose a file with {name}=<choice>.")
     if cfg.prefill not in ("full", "chunked"):
         raise BadInput(f"prefill: expected 'full' or 'chunked', got {cfg.prefill!r}.")
+    if cfg.positions not in (None, "original", "contiguous"):
+        raise BadInput(f"positions: expected 'original' or 'contiguous', got {cfg.positions!r}.")
     for name, least in (("prefill_step_size", 1), ("batch_size", 1), ("share_prefill_gb", 0)):
         value = cfg.generate[name]
         whole = isinstance(value, int) or (name == "share_prefill_gb" and isinstance(value, float))
@@ -82,19 +85,28 @@ def validate(cfg: DictConfig) -> Policy:
                 policy.budget_rows(budget, 1)
             else:
                 policy.check_budget(budget)
+            # how many layers evict is not known yet, so as many as there are weights
+            how = _allocation(cfg)
+            layers = 1 if isinstance(how, str) else len(how)
+            allocate(how, budget if isinstance(budget, int) else policy.least_budget(), layers, policy)
     except (ValueError, TypeError) as error:
         raise BadInput(str(error)) from error
     return policy
 
 
+def _allocation(cfg: DictConfig) -> str | list[float]:
+    how = cfg.allocate
+    return list(how) if isinstance(how, ListConfig) else "uniform" if how is None else how
+
+
 def without_idle_axes(cfg: DictConfig) -> dict[str, None]:
-    """Axes that cannot change this job's result, to be set to null: the budget of `full`, the seed of a policy
-    without noise.
+    """Axes that cannot change this job's result, to be set to null: what `full` does with its budget, the seed of a
+    policy without noise.
     """
     policy = validate(cfg)
     idle: dict[str, None] = {}
     if not policy.evicts:
-        idle["budget"] = None
+        idle |= {"budget": None, "positions": None, "allocate": None}
     if policy.noise == "none" or policy.distribution == "constant":
         idle["seed"] = None
     return idle
@@ -139,6 +151,8 @@ def language_model(cfg: DictConfig, folder: models.ModelFolder, model: Any, toke
         1.0 if cfg.budget is None else cfg.budget,
         context=folder.context,
         prefill=cfg.prefill,
+        positions=cfg.positions or "original",
+        allocate=_allocation(cfg),
         prefill_step_size=cfg.generate.prefill_step_size,
         batch_size=cfg.generate.batch_size,
         store=PrefillStore(outputs / "prefill", identity, cfg.generate.prefill_step_size, limit) if limit else None,

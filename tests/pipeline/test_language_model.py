@@ -11,7 +11,7 @@ import pytest
 from mlx_lm import load, stream_generate
 
 import keyformer
-from keyformer import H2O, Full, Keyformer, KeyformerProxy, Policy, Window
+from keyformer import H2O, Full, Keyformer, KeyformerProxy, Policy, Streaming, Window
 from pipeline.errors import BadInput
 from pipeline.language_model import KeyformerLM, Response
 from pipeline.load import Request
@@ -277,6 +277,36 @@ def test_a_batch_answers_as_its_requests_alone(tiny: tuple[Any, Any], policy: Po
     for size in (2, 6):
         together = answers(language_model(tiny, policy, 24, batch_size=size), *mixed())
         assert all(close(a, b) for a, b in zip(alone, together, strict=True)), (alone, together)
+
+
+# first layer, second layer; what they keep; and whether the rows are numbered anew
+LAYOUTS: list[dict[str, Any]] = [{"positions": "contiguous"}, {"allocate": "pyramid"}, {"allocate": [1, 3]}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layouts_of_the_cache(tiny: tuple[Any, Any], layout: dict[str, Any], tmp_path: Path) -> None:
+    """Batches and shared prefills as ever; another answer than the plain layout's; at 1.0 everything is kept."""
+    for policy in (H2O(), Streaming()):
+        expected = answers(language_model(tiny, policy, 24, batch_size=1, **layout), *mixed()[:5])
+        for _ in range(2):
+            lm = language_model(tiny, policy, 24, store=PrefillStore(tmp_path, "tiny", 32, 1 << 30), **layout)
+            together = answers(lm, *mixed()[:5])
+            assert all(close(a, b) for a, b in zip(expected, together, strict=True)), (expected, together)
+        assert expected != answers(language_model(tiny, policy, 24), *mixed()[:5])
+        everything = answers(language_model(tiny, policy, 1.0, **layout), *mixed()[:5])
+        assert everything == answers(language_model(tiny, Full(), 1.0), *mixed()[:5])
+
+
+def test_telemetry_of_layers_with_budgets_of_their_own(tiny: tuple[Any, Any]) -> None:
+    response = one(language_model(tiny, Window(), 20, allocate=[1, 3]), generation(TEXT, max_gen_toks=5))
+    t = response.telemetry
+    assert (t["decode_rows"], t["rows_kept"]) == (21, 20)  # 10 and 30, and the freed one
+    assert all(rows == 20 and size == 20 * 512 for _, rows, size in response.trace)
+
+
+def test_weights_for_other_layers_than_there_are(tiny: tuple[Any, Any]) -> None:
+    with pytest.raises(BadInput, match="expected 2 weights, one for each layer that evicts, got 3"):
+        one(language_model(tiny, Window(), 20, allocate=[1, 2, 3]), generation(TEXT))
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
