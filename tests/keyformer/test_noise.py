@@ -17,9 +17,19 @@ from keyformer import noise
 SEEDS = (0, 1, 2**32 - 1, 2**32, 2**64 - 1)
 
 
-def draws(seed: int = 0, layer: int = 0, head: int = 0, count: int = 20_000, query: int | None = None) -> np.ndarray:
+ARMS = ("gumbel", "gaussian", "constant")
+
+
+def draws(
+    seed: int = 0,
+    layer: int = 0,
+    head: int = 0,
+    count: int = 20_000,
+    query: int | None = None,
+    distribution: str = "gumbel",
+) -> np.ndarray:
     asking = None if query is None else mx.array(query)
-    return np.array(noise.gumbel(seed, layer, mx.array(head), mx.arange(count), asking))
+    return np.array(noise.draw(distribution, seed, layer, mx.array(head), mx.arange(count), asking))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -37,6 +47,9 @@ def test_the_hash_is_the_documented_one(seed: int, layer: int, head: int, positi
     expected = oracle.gumbel(seed, layer, head, position, query)
     drawn = noise.gumbel(seed, layer, mx.array(head), mx.array(position), asking).item()
     assert drawn == pytest.approx(expected, rel=2e-6, abs=2e-6)
+    for arm in ARMS:
+        drawn = noise.draw(arm, seed, layer, mx.array(head), mx.array(position), asking).item()
+        assert drawn == pytest.approx(oracle.draw(arm, seed, layer, head, position, query), rel=2e-6, abs=2e-6)
 
 
 @pytest.mark.parametrize("query", [None, 7])
@@ -45,6 +58,52 @@ def test_mean_and_deviation_are_gumbels(query: int | None) -> None:
     assert g.dtype == np.float32
     assert g.mean() == pytest.approx(0.5772, abs=4 * 1.2825 / math.sqrt(1e5))
     assert g.std() == pytest.approx(1.2825, abs=0.015)
+
+
+def normal(x: np.ndarray) -> np.ndarray:
+    """Distribution function of the normal arm."""
+    z = (x.astype(np.float64) - oracle.MEAN) / (oracle.DEVIATION * math.sqrt(2))
+    return np.array([0.5 * (1 + math.erf(v)) for v in z])
+
+
+def gumbels(x: np.ndarray) -> np.ndarray:
+    return np.exp(-np.exp(-x.astype(np.float64)))
+
+
+@pytest.mark.parametrize("query", [None, 7])
+def test_each_arm_has_its_shape_and_the_two_have_one_mean_and_deviation(query: int | None) -> None:
+    """Kolmogorov's distance to its own distribution and to the other; 1 sample in 1000 is farther than 1.95/sqrt(n)."""
+    n = 50_000
+    shapes = {"gumbel": gumbels, "gaussian": normal}
+    steps = np.arange(1, n + 1) / n
+    for arm, own in shapes.items():
+        g = np.sort(draws(count=n, query=query, distribution=arm))
+        assert g.dtype == np.float32
+        assert g.mean() == pytest.approx(0.5772, abs=4 * 1.2825 / math.sqrt(n))
+        assert g.std() == pytest.approx(1.2825, abs=0.025)
+        for other, function in shapes.items():
+            distance = np.abs(function(g) - steps).max()
+            assert (distance < 1.95 / math.sqrt(n)) == (function is own), (arm, other, distance)
+    # skewness of the Gumbel distribution is 1.14, of the normal one 0
+    skew = [((g - g.mean()) ** 3).mean() / g.std() ** 3 for g in (draws(count=n, distribution=a) for a in shapes)]
+    assert skew == [pytest.approx(1.14, abs=0.1), pytest.approx(0, abs=0.05)]
+
+
+def test_gumbel_and_gaussian_grow_with_the_same_number() -> None:
+    a, b = (draws(count=20_000, distribution=arm) for arm in ("gumbel", "gaussian"))
+    order = np.argsort(a, kind="stable")
+    assert (np.diff(b[order]) >= 0).all()
+
+
+def test_a_constant_has_the_shape_of_the_others() -> None:
+    heads, positions, queries = mx.arange(3)[:, None, None], mx.arange(5), mx.arange(4)[:, None]
+    for asking in (None, queries):
+        drawn = [noise.draw(arm, 1, 2, heads, positions, asking) for arm in ARMS]
+        assert {d.shape for d in drawn} == {(3, 1 if asking is None else 4, 5)}
+        assert {d.dtype for d in drawn} == {mx.float32}
+        assert np.unique(np.array(drawn[2])).tolist() == [np.float32(0.5772156649)]
+    with pytest.raises(ValueError, match="distribution: expected 'gumbel', 'gaussian' or 'constant', got 'normal'"):
+        noise.draw("normal", 1, 2, heads, positions)
 
 
 def unmix(h: int) -> int:
@@ -77,6 +136,9 @@ def test_extreme_hashes_stay_strictly_inside_and_finite(target: int) -> None:
     g = noise.gumbel(3, 2, mx.array(1), at).item()
     assert math.isfinite(g)
     assert -2.9 < g < 17
+    g = noise.gaussian(3, 2, mx.array(1), at).item()
+    assert math.isfinite(g)
+    assert abs(g - oracle.MEAN) < 5.5 * oracle.DEVIATION
 
 
 COORDINATES = [

@@ -40,7 +40,8 @@ def test_what_differs_is_stored_apart(model: Any, tmp_path: Path) -> None:
     store = PrefillStore(tmp_path, "a", 16, 1 << 30)
     prompt = prompt_of(store, model)
     assert len(files(tmp_path)) == 4
-    # scores depend on the policy's noise, temperature in the prompt, window and decay; on the seed only with noise, on the budget never
+    # scores depend on the policy's noise, first temperature, window and decay; on the seed only with noise, on the
+    # budget never
     for policy in (
         H2O(),
         H2O(seed=1),
