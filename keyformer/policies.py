@@ -43,9 +43,9 @@ class Policy:
             mean.
         redraw: for "logit": noise drawn anew per (query, row), or frozen per row.
         tau_init, tau_end, anneal_steps: temperature, from tau_init to tau_end over anneal_steps steps (0: constant
-            tau_init). A step is a decoded token, 0 in the prompt; for "key" attention it is the number of tokens
-            inserted before. It multiplies g of noise "select" and divides the logits of "query" attention otherwise:
-            with noise "none" their mass is softmax(logit / tau), the noise-free arm.
+            tau_init). A step is a decoded token, 0 in the prompt; for other attentions than "query" it is the number of
+            tokens inserted before. It multiplies g of noise "select" and divides the logits of "query" attention
+            otherwise: with noise "none" their mass is softmax(logit / tau), the noise-free arm.
         window: the last `window` queries count; 0 counts all of them.
         decay: each query counts `decay` times as much as the one after it; 1 counts all alike.
         normalize: "count" divides a score by the number of counted queries that could see the row (with a decay: by
@@ -343,9 +343,9 @@ class Knorm(Policy):
 class KeyDiff(Policy):
     """Unusual keys stay: score = -cos(k, m), m the mean of k / ||k|| over the stored rows of the KV head.
 
-    Park et al., KeyDiff, NeurIPS 2025. Keys are compared as they are stored: rotated at their positions with the
-    cache's positions="original", not rotated with "contiguous". m is taken anew at each eviction, of the rows that are
-    stored then. Prefill "chunked" is the paper's way. Needs no hook in the model's attention.
+    Park et al., KeyDiff, NeurIPS 2025. Keys are compared as attention reads them, rotated. m is taken anew at each
+    eviction, of the rows that are stored then. Prefill "chunked" is the paper's way. Needs no hook in the model's
+    attention.
     """
 
     name: ClassVar[str] = "keydiff"

@@ -31,7 +31,7 @@ def rank_rows(
         layer: index of the layer, a coordinate of the noise.
         scores: [B, H, n] float32, as accumulated, none NaN; -inf marks a key with a NaN or infinite component.
         positions: [B, H, n] int32, where in the sequence each row came from.
-        keys: [B, H, n, D], as stored, of any float dtype.
+        keys: [B, H, n, D], as attention reads them, of any float dtype.
         stored: [B, H or 1, n] boolean, which rows exist. The others have no influence.
         offset: tokens seen: an int, or [B, 1, 1] int32.
         tau: temperature of noise "select": a number, or [B, 1, 1] float32.

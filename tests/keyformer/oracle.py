@@ -313,7 +313,7 @@ class Layer:
         half = self.pooling // 2
         value = [float(np.mean(value[max(0, i - half) : i + half + 1])) for i in range(len(good))]
         if self.noise == "select":
-            step = offset - 1 if self.attention == "key" else self.step
+            step = self.step if self.attention == "query" else offset - 1
             tau = temperature(step, self.tau_init, self.tau_end, self.anneal_steps)
             for i, r in enumerate(good):
                 value[i] += tau * draw(self.distribution, self.seed, self.layer, head, r.position)

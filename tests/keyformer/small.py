@@ -96,7 +96,16 @@ class Stream:
         return 1 / math.sqrt(self.q.shape[3])
 
 
-NO_QUERIES = ("full", "window", "random", "keyformer_proxy", "proxy without noise", "knorm", "keydiff")
+NO_QUERIES = (
+    "full",
+    "window",
+    "random",
+    "keyformer_proxy",
+    "proxy without noise",
+    "knorm",
+    "knorm, noise at the decision",
+    "keydiff",
+)
 
 
 def a_policy(kind: str, n_sink: int = 0, recent: int | float = 0, seed: int = 0) -> Policy:
@@ -122,6 +131,9 @@ def a_policy(kind: str, n_sink: int = 0, recent: int | float = 0, seed: int = 0)
         "tova": lambda: Tova(**same),
         "snapkv": lambda: SnapKV(window=4, pooling=3, **same),
         "knorm": lambda: Knorm(**same),
+        "knorm, noise at the decision": lambda: Knorm(
+            noise="select", tau_init=0.2, tau_end=2.0, anneal_steps=15, **same
+        ),
         "keydiff": lambda: KeyDiff(**same),
     }[kind]()
 
@@ -144,6 +156,7 @@ KINDS = (
     "tova",
     "snapkv",
     "knorm",
+    "knorm, noise at the decision",
     "keydiff",
 )
 
