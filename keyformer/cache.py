@@ -12,7 +12,7 @@ import copy
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -69,6 +69,8 @@ class KeyformerKVCache(_BaseCache):
         score_bytes: bound on the float32 logits of one tile of the score pass.
         rope: the layer's rotary embedding, for positions that are contiguous; None keeps the original ones.
         uneven: other layers have other budgets, so that one mask cannot serve them all (see `fit_mask`).
+        readers: attention layers that read these rows in one call of the model (gemma3n, gemma4: layers without rows
+            of their own); their queries count together, and eviction waits for the last of them.
 
     Raises:
         ValueError: a budget that protects everything, an unknown prefill.
@@ -84,6 +86,7 @@ class KeyformerKVCache(_BaseCache):
         *,
         rope: Rope | None = None,
         uneven: bool = False,
+        readers: int = 1,
     ) -> None:
         if prefill not in ("full", "chunked"):
             raise ValueError(f"prefill: expected 'full' or 'chunked', got {prefill!r}.")
@@ -97,6 +100,7 @@ class KeyformerKVCache(_BaseCache):
         self.score_bytes = score_bytes
         self.rope = rope
         self.uneven = uneven
+        self.readers = readers
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.scores: mx.array | None = None  # [B, Hkv, capacity] float32; -inf: a NaN or infinite key, ranked last
@@ -112,6 +116,8 @@ class KeyformerKVCache(_BaseCache):
         self._announced = False
         self._prior = 0  # rows stored before the open prompt
         self._unseen = 0  # new rows whose attention nobody has shown us yet
+        self._asked: list[_Asked] = []  # by the layers that have read this call's rows, while more will
+        self._read: tuple[mx.array, mx.array] | None = None  # what this call returned, where eviction would change it
         self._unfit = False  # uneven: nobody has asked for this call's mask yet
         self._touched = False  # something was scored or evicted
         self._shifted = False  # some row's number is no longer that of its arrival
@@ -284,6 +290,7 @@ class KeyformerKVCache(_BaseCache):
         """What attention reads, once the new rows (`keys` [B, Hkv, S, D]) are stored."""
         k, v = self._fetched()
         self._unfit = self.uneven
+        self._for_readers(k, v)
         if self.policy.attention == "query":
             self._unseen = keys.shape[2]
             return k, v
@@ -292,6 +299,21 @@ class KeyformerKVCache(_BaseCache):
         if pending:
             k, v = mx.depends([k, v], pending)
         return k, v
+
+    def _for_readers(self, keys: mx.array, values: mx.array) -> None:
+        """Keep what this call returns for layers that ask for it once rows may have gone."""
+        self._asked = []
+        changes = self._in_prompt or self.rope is not None
+        self._read = (keys, values) if self.readers > 1 and changes else None
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the last call returned, for layers that attend to this layer's rows (gemma3n)."""
+        return self._fetched() if self._read is None else self._read
+
+    @property
+    def waiting(self) -> bool:
+        """More layers will attend to the rows of this call, before any goes."""
+        return bool(self._asked)
 
     def _fetched(self) -> tuple[mx.array, mx.array]:
         """Keys, turned to where they count from, and values, of all slots in use."""
@@ -317,11 +339,12 @@ class KeyformerKVCache(_BaseCache):
         sinks: mx.array | None = None,
         soft_cap: float | None = None,
     ) -> list[mx.array]:
-        """Score the rows by the attention that has just been computed, then evict.
+        """Score the rows by the attention that has just been computed, then evict, once the last reader has asked.
 
         Args:
             queries: [B, Hq, S, D], rotated.
-            keys: [B, Hkv, n, D], what `update_and_fetch` returned.
+            keys: [B, H, n, D], what the queries were multiplied with: what `update_and_fetch` returned, or keys that
+                the layer made of it for more heads (multi-head latent attention).
             scale, mask: of that attention call.
             sinks: [Hq] logits that take a share of every softmax and belong to no row (gpt_oss).
             soft_cap: logits are soft_cap * tanh(logits / soft_cap) (gemma2).
@@ -331,8 +354,15 @@ class KeyformerKVCache(_BaseCache):
         """
         if not self._unseen:
             return []
+        self._asked.append(_Asked(queries, scale, mask, sinks, soft_cap))
+        if len(self._asked) < self.readers:
+            return []
+        asked, self._asked = _one_layer(self._asked, keys.shape[1]), []
+        return self._score(keys, asked)
+
+    def _score(self, keys: mx.array, asked: _Asked) -> list[mx.array]:
         self._unseen = 0
-        return self._after_attention(keys, _Asked(queries, scale, mask, sinks, soft_cap))
+        return self._after_attention(keys, asked)
 
     def end_prefill(self) -> None:
         """The prompt has ended: select the rows to keep. Calls that follow decode. Calling it again does nothing."""
@@ -340,6 +370,7 @@ class KeyformerKVCache(_BaseCache):
             return
         if self.keys is not None:
             self._select()  # still part of the prompt: the temperature is that of step 0
+        self._read = None
         self._in_prompt = False
         self._announced = False
         self._prior = self._rows[0]
@@ -651,6 +682,7 @@ class KeyformerKVCache(_BaseCache):
             "score_bytes": self.score_bytes,
             "rope": None if self.rope is None else self.rope.to_json(),
             "uneven": self.uneven,
+            "readers": self.readers,
             "offset": self._offsets[0],
             "steps": self._steps[0],
             "in_prompt": self._in_prompt,
@@ -669,7 +701,15 @@ class KeyformerKVCache(_BaseCache):
         policy = make_policy(name, **choices) if name in POLICIES else Policy(**choices)
         rope = None if s["rope"] is None else Rope.from_json(s["rope"])
         KeyformerKVCache.__init__(
-            self, policy, s["budget"], s["layer"], s["prefill"], s["score_bytes"], rope=rope, uneven=s["uneven"]
+            self,
+            policy,
+            s["budget"],
+            s["layer"],
+            s["prefill"],
+            s["score_bytes"],
+            rope=rope,
+            uneven=s["uneven"],
+            readers=s["readers"],
         )
         self._set_arrays(arrays)
         self._rows = [0 if self.keys is None else self.keys.shape[2]]
@@ -683,6 +723,7 @@ class KeyformerKVCache(_BaseCache):
         other._set_arrays(None if a is None else a[...] for a in self._arrays())
         other._budgets, other._rows = list(self._budgets), list(self._rows)
         other._offsets, other._steps = list(self._offsets), list(self._steps)
+        other._asked, other._read = [], None
         return other
 
     # -- several sequences --------------------------------------------------------------------------------------------
@@ -715,7 +756,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
         if not caches or any(isinstance(c, BatchKeyformerKVCache) for c in caches):
             raise ValueError("merge: expected single sequences, got none or a batch; use extend to join batches.")
         first = caches[0]
-        for name in ("policy", "layer", "prefill", "score_bytes", "rope", "uneven"):
+        for name in ("policy", "layer", "prefill", "score_bytes", "rope", "uneven", "readers"):
             values = {getattr(c, name) for c in caches}
             if len(values) > 1:
                 raise ValueError(f"merge: expected caches with one {name}, got {sorted(map(repr, values))}.")
@@ -727,6 +768,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
             first.score_bytes,
             rope=first.rope,
             uneven=first.uneven,
+            readers=first.readers,
         )
         self._touched = True  # a batch cannot be trimmed
         self._left = [0] * len(caches)  # left padding still to come
@@ -757,7 +799,14 @@ class BatchKeyformerKVCache(KeyformerKVCache):
         """Sequence b out of the array of rows."""
         budget, n = self._budgets[b], self._rows[b]
         one = KeyformerKVCache(
-            self.policy, budget, self.layer, self.prefill, self.score_bytes, rope=self.rope, uneven=self.uneven
+            self.policy,
+            budget,
+            self.layer,
+            self.prefill,
+            self.score_bytes,
+            rope=self.rope,
+            uneven=self.uneven,
+            readers=self.readers,
         )
         one._set_arrays(None if a is None else mx.contiguous(a[b : b + 1, :, :n]) for a in self._arrays())
         if self._free is not None and n > budget:
@@ -892,6 +941,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
             for p in self._parts:
                 p.end_prefill()
             self._count()
+        self._read = None
         self._announced = False
 
     def _enter(self, S: int) -> None:
@@ -931,41 +981,28 @@ class BatchKeyformerKVCache(KeyformerKVCache):
         n = max(1, *(rows for _, _, rows in self._call))
         k, v = (mx.concatenate([_padded(a, a.shape[2], n, a) for a in side]) for side in zip(*fetched, strict=True))
         self._unfit = self.uneven
+        self._for_readers(k, v)
         self._unseen = S if self.policy.attention == "query" else 0
         return k, v
 
-    def observe(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        *,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
-    ) -> list[mx.array]:
+    def _score(self, keys: mx.array, asked: _Asked) -> list[mx.array]:
+        mask = asked.mask
+        carries = isinstance(mask, mx.array) and mask.dtype != mx.bool_
         if self._parts is None:
             # which rows a sequence has is known here; only logits that a mask carries are news
-            mask = mask if isinstance(mask, mx.array) and mask.dtype != mx.bool_ else None
-            return super().observe(queries, keys, scale=scale, mask=mask, sinks=sinks, soft_cap=soft_cap)
-        if not self._unseen:
-            return []
+            return super()._score(keys, asked if carries else replace(asked, mask=None))
         self._unseen = 0
         pending = []
         for b, (left, real, rows) in enumerate(self._call):
+            if not real:
+                continue
             columns = slice(left, left + real)
             own: Mask = "causal" if real > 1 else None
-            if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
-                whole = mx.broadcast_to(mask, (len(self._rows), *mask.shape[-3:]))
-                own = whole[b : b + 1, :, columns, :rows]
-            pending += self._parts[b].observe(
-                queries[b : b + 1, :, columns],
-                keys[b : b + 1, :, :rows],
-                scale=scale,
-                mask=own,
-                sinks=sinks,
-                soft_cap=soft_cap,
-            )
+            if carries:
+                assert isinstance(mask, mx.array)
+                own = mx.broadcast_to(mask, (len(self._rows), *mask.shape[-3:]))[b : b + 1, :, columns, :rows]
+            one = replace(asked, queries=asked.queries[b : b + 1, :, columns], mask=own)
+            pending += self._parts[b]._score(keys[b : b + 1, :, :rows], one)
         self._count()
         return pending
 
@@ -992,7 +1029,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
         Raises:
             ValueError: a batch with another policy, layer or treatment of the prompt, or padding still to come.
         """
-        for name in ("policy", "layer", "prefill", "score_bytes", "rope", "uneven"):
+        for name in ("policy", "layer", "prefill", "score_bytes", "rope", "uneven", "readers"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise ValueError(f"extend: expected {name} {mine!r}, got {theirs!r}.")
@@ -1045,6 +1082,19 @@ def _ages(decay: float, S: int) -> mx.array:
     """[S] float32, what each of S queries counts: decay**age, the last one's age 0."""
     # not `**`: the float32 of a decay near 1, to the power 2000, is off by 3e-5, and differs from chunk to chunk
     return mx.exp(math.log(decay) * mx.arange(S - 1, -1, -1, dtype=mx.float32))
+
+
+def _one_layer(asked: list[_Asked], heads: int) -> _Asked:
+    """Calls of several layers, alike but for queries and sinks, as one with more query heads to each of `heads`."""
+
+    def together(arrays: list[mx.array], axis: int) -> mx.array:
+        grouped = [a.reshape(*a.shape[:axis], heads, -1, *a.shape[axis + 1 :]) for a in arrays]
+        return mx.concatenate(grouped, axis=axis + 1).flatten(axis, axis + 1)
+
+    if len(asked) == 1:
+        return asked[0]
+    queries, sinks = [a.queries for a in asked], [a.sinks for a in asked if a.sinks is not None]
+    return replace(asked[0], queries=together(queries, 1), sinks=together(sinks, 0) if sinks else None)
 
 
 def _take(a: mx.array, index: mx.array) -> mx.array:
