@@ -126,7 +126,7 @@ def _own_mask(original: Call) -> Call:
         given = bound.arguments
         mask = given.get("mask")
         cache: Any = given.get("cache")
-        if hasattr(cache, "fit_mask") and not isinstance(mask, str):
+        if getattr(cache, "uneven", False) and not isinstance(mask, str):
             given["mask"] = cache.make_mask(given["x"].shape[1], return_array=mask is not None, window_size=None)
         return original(*bound.args, **bound.kwargs)
 

@@ -6,23 +6,23 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models.cache
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
 from mlx_lm.models.cache import make_prompt_cache as _default_cache
 
 from .allocate import allocate as _allocate
+from .attention import REFUSED, REPLACEMENTS, shown
 from .cache import BatchKeyformerKVCache, KeyformerKVCache
 from .policies import POLICIES, Policy
-from .rope import read_ropes
+from .rope import Rope, read_ropes
 
 log = logging.getLogger(__name__)
 _NAME = "scaled_dot_product_attention"
-_attached: dict[str, tuple[int, Any]] = {}
 
 # load_prompt_cache looks classes up among that module's names
 for _cache in (KeyformerKVCache, BatchKeyformerKVCache):
@@ -74,14 +74,12 @@ def _planned(
     if positions not in ("original", "contiguous"):
         raise ValueError(f"positions: expected 'original' or 'contiguous', got {positions!r}.")
     with _own_make_cache(model):
-        caches = list(_default_cache(model))
-        layers = [layer for layer, c in enumerate(caches) if type(c) is KVCache]
-        if not layers:
-            kinds = ", ".join(sorted({type(c).__name__ for c in caches}))
-            raise ValueError(
-                f"Expected a model with global-attention KVCache layers, got {kinds}: there is nothing to evict."
-            )
-        ropes = read_ropes(model, layers) if positions == "contiguous" else [None] * len(layers)
+        readers = _evicting_layers(model, needed=policy.attention == "query")
+        layers = list(readers)
+        ropes: Sequence[Rope | None] = [None] * len(layers)
+        if positions == "contiguous":
+            places = [place for place, cache in enumerate(_default_cache(model)) for _ in leaves([cache])]
+            ropes = read_ropes(model, [places[layer] for layer in layers])
     budgets: list[int | None] = [budget] * len(layers)
     if policy.evicts and budget is not None:
         budgets = list(_allocate(allocate, budget, len(layers), policy))
@@ -90,11 +88,12 @@ def _planned(
     uneven = len(set(budgets)) > 1
 
     def make() -> list[Any]:
+        new = {
+            layer: KeyformerKVCache(policy, rows, layer, prefill, rope=rope, uneven=uneven, readers=readers[layer])
+            for layer, rows, rope in zip(layers, budgets, ropes, strict=True)
+        }
         with _own_make_cache(model):
-            caches = list(_default_cache(model))
-        for layer, rows, rope in zip(layers, budgets, ropes, strict=True):
-            caches[layer] = KeyformerKVCache(policy, rows, layer, prefill, rope=rope, uneven=uneven)
-        return caches
+            return _with_caches(_default_cache(model), new)
 
     # a first time here: what a cache refuses is refused before generation begins
     log.info("%s: %s", type(model).__module__, cache_counts(make()))
@@ -103,7 +102,7 @@ def _planned(
 
 def cache_counts(caches: Sequence[Any]) -> dict[str, int]:
     """How many layers have a cache of each class, by class name: which of them evict, and which stay mlx-lm's own."""
-    return dict(Counter(type(c).__name__ for c in caches))
+    return dict(Counter(type(c).__name__ for c in leaves(caches)))
 
 
 class _CacheMaker:
@@ -161,9 +160,14 @@ def attached(
     if policy is None and (budget, prefill, positions, allocate) != (None, "full", "original", "uniform"):
         raise ValueError("attached: budget, prefill, positions and allocate need a policy beside them, got none.")
 
-    make = None if policy is None else _planned(model, policy, budget, prefill, positions, allocate)
+    make = None
+    if policy is None:
+        with _own_make_cache(model):
+            _evicting_layers(model, needed=True)
+    else:
+        make = _planned(model, policy, budget, prefill, positions, allocate)
     with ExitStack() as undo:
-        undo.enter_context(_shown_queries(model, needed=policy is None or policy.attention == "query"))
+        undo.enter_context(_shows_queries(model))
         undo.enter_context(_told_prompts())
         if make is not None:
             before = vars(model).get("make_cache")
@@ -177,6 +181,98 @@ def _restore_make_cache(model: nn.Module, before: Any) -> None:
         del model.make_cache
     else:
         model.make_cache = before
+
+
+# -- which layers ------------------------------------------------------------------------------------------------------
+
+
+def leaves(caches: Sequence[Any]) -> Iterator[Any]:
+    """The caches of a model one by one, those inside a CacheList too; a cache's `layer` is its number here."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def _with_caches(caches: Sequence[Any], new: dict[int, Any]) -> list[Any]:
+    """The same caches with some leaves replaced: number of the leaf -> its new cache."""
+    numbers = iter(range(sum(1 for _ in leaves(caches))))
+
+    def replaced(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*(replaced(c) for c in cache.caches))
+        return new.get(next(numbers), cache)
+
+    return [replaced(cache) for cache in caches]
+
+
+def _evicting_layers(model: nn.Module, needed: bool) -> dict[int, int]:
+    """The layers whose KVCache can be replaced: number of the cache -> how many attention layers read its rows.
+
+    Args:
+        model: an mlx-lm model.
+        needed: the policy ranks by the queries of every such layer.
+
+    Raises:
+        ValueError: there is none, the model cannot lose rows, or queries are needed and cannot be seen.
+    """
+    name = type(model).__module__
+    for module in sorted({c.__module__ for c in _classes(model)}):
+        if module in REFUSED:
+            raise ValueError(
+                f"{name}: rows of its global attention cannot be evicted: {REFUSED[module]}. "
+                "Expected a model whose attention reads its rows whatever their place; use mlx-lm's own cache."
+            )
+    caches = list(leaves(_default_cache(model)))
+    plain = [layer for layer, cache in enumerate(caches) if type(cache) is KVCache]
+    if not plain:
+        kinds = ", ".join(sorted({type(c).__name__ for c in caches}))
+        raise ValueError(
+            f"{name}: expected a model with global-attention KVCache layers, got {kinds}: there is nothing to evict."
+        )
+    readers = _readers(model, plain)
+    unseen = [layer for layer in plain if not readers[layer]]
+    if unseen and needed:
+        works = ", ".join(sorted(n for n, p in POLICIES.items() if p.attention != "query"))
+        raise ValueError(
+            f"{name}: expected attention through mlx-lm's {_NAME}, found none in {len(unseen)} of {len(plain)} "
+            f"global-attention layers ({', '.join(map(str, unseen))}); their queries cannot be seen. "
+            f"Policies that work without them: {works}."
+        )
+    return {layer: max(1, readers[layer]) for layer in plain}
+
+
+class _Probe(KVCache):
+    """A KVCache that counts the attention calls over its rows."""
+
+    waiting = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers = 0
+
+    def fit_mask(self, mask: Any, S: int) -> Any:
+        return mask
+
+    def observe(self, *_: Any, **__: Any) -> list[mx.array]:
+        self.readers += 1
+        return []
+
+
+def _readers(model: nn.Module, layers: list[int]) -> dict[int, int]:
+    """Attention calls that read each layer's rows and can be seen, in one pass over two tokens.
+
+    The pass only builds MLX's graph, which nothing evaluates: it costs Python's time, no computation and no memory.
+    """
+    probes = {layer: _Probe() for layer in layers}
+    with _shows_queries(model):
+        try:
+            model(mx.zeros((1, 2), mx.int32), cache=_with_caches(_default_cache(model), probes))
+        finally:
+            for probe in probes.values():
+                _waiting.pop(id(probe), None)
+    return {layer: probe.readers for layer, probe in probes.items()}
 
 
 # -- where mlx-lm begins and ends a prompt -----------------------------------------------------------------------------
@@ -216,14 +312,8 @@ def _patch(owner: Any, name: str, new: Any) -> None:
 
 
 def _ours(caches: Sequence[Any] | None) -> list[KeyformerKVCache]:
-    """Our caches among those of a model, also inside mlx-lm's CacheList."""
-    ours = []
-    for c in caches or []:
-        if isinstance(c, KeyformerKVCache):
-            ours.append(c)
-        else:
-            ours += _ours(getattr(c, "caches", None))
-    return ours
+    """Our caches among those of a model."""
+    return [c for c in leaves(caches or []) if isinstance(c, KeyformerKVCache)]
 
 
 def _refuse(option: str, value: Any, instead: str) -> None:
@@ -301,49 +391,96 @@ def _refusing_size(original: Any) -> Any:
 # -- what the model's attention shows ----------------------------------------------------------------------------------
 
 
+@dataclass
+class _Patch:
+    """One changed name and how many blocks want it changed."""
+
+    original: Any
+    blocks: int = 0
+
+
+_patches: dict[tuple[int, str], _Patch] = {}
+# rows that more attention layers will read: id of their cache -> (the keys as those layers hold them, the cache)
+_waiting: dict[int, tuple[mx.array, Any]] = {}
+
+
+def _classes(model: nn.Module) -> set[type]:
+    """The classes of the model's modules, with those they inherit from."""
+    return {c for _, m in model.named_modules() for c in type(m).__mro__}
+
+
 @contextmanager
-def _shown_queries(model: nn.Module, needed: bool) -> Iterator[None]:
-    modules = _attention_modules(model)
-    if not modules and needed:
-        works = ", ".join(sorted(name for name, p in POLICIES.items() if p.attention != "query"))
-        raise ValueError(
-            f"{type(model).__module__}: expected attention through mlx-lm's {_NAME}, found none; its queries cannot be "
-            f"seen. Policies that work without them: {works}."
-        )
-    for module in modules:
-        count, original = _attached.get(module.__name__, (0, getattr(module, _NAME)))
-        if count == 0:
-            setattr(module, _NAME, _observed(original))
-        _attached[module.__name__] = count + 1, original
+def _shows_queries(model: nn.Module) -> Iterator[None]:
+    """Within this block the model's attention calls `fit_mask` and `observe` of every cache that has them."""
+    undo: list[Callable[[], None]] = []
+    classes = _classes(model)
+    # a model from a file of its own is in no sys.modules: the names a function sees are found through the function
+    namespaces = {
+        id(f.__globals__): f.__globals__ for c in classes for f in vars(c).values() if hasattr(f, "__globals__")
+    }
+    for names in namespaces.values():
+        if _NAME in names:
+            undo.append(_patched(names, _NAME, _observed))
+    for c in sorted(classes, key=lambda c: c.__qualname__):
+        make = REPLACEMENTS.get(f"{c.__module__}.{c.__qualname__}")
+        if make:
+            undo.append(_patched(c, "__call__", make))
     try:
         yield
     finally:
-        for module in modules:
-            count, original = _attached.pop(module.__name__)
-            if count > 1:
-                _attached[module.__name__] = count - 1, original
-            else:
-                setattr(module, _NAME, original)
+        for restore in reversed(undo):
+            restore()
+        if not _patches:
+            _waiting.clear()  # of a call that ended in an exception
 
 
-def _attention_modules(model: nn.Module) -> list[ModuleType]:
-    """The Python modules whose classes make up the model and that call the function we wrap."""
-    names = {type(m).__module__ for _, m in model.named_modules()}
-    return [sys.modules[n] for n in sorted(names) if hasattr(sys.modules[n], _NAME)]
+def _patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
+    """Change a name of a module's namespace or of a class, unless another block has; returns what ends the wish."""
+    key = id(owner), name
+    if key not in _patches:
+        _patches[key] = _Patch((owner if isinstance(owner, dict) else vars(owner))[name])
+        _assign(owner, name, make(_patches[key].original))
+    patch = _patches[key]
+    patch.blocks += 1
+
+    def restore() -> None:
+        patch.blocks -= 1
+        if patch.blocks == 0:
+            del _patches[key]
+            _assign(owner, name, patch.original)
+
+    return restore
+
+
+def _assign(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
+
+
+def _rows_of(keys: Any) -> Any:
+    """The cache of another layer whose rows these are, or None."""
+    return next((cache for rows, cache in _waiting.values() if rows is keys), None)
 
 
 def _observed(original: Any) -> Any:
     def scaled_dot_product_attention(
         queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None
     ) -> mx.array:
-        if hasattr(cache, "fit_mask"):
-            mask = cache.fit_mask(mask, queries.shape[2])
+        # layers that attend to another layer's rows are given no cache (gemma4) or one of their own (iquestloopcoder)
+        seen = _rows_of(keys)
+        seen = cache if seen is None else seen
+        if not hasattr(seen, "observe"):
+            return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+        if hasattr(seen, "fit_mask"):
+            mask = seen.fit_mask(mask, queries.shape[2])
         output = original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-        if hasattr(cache, "observe"):
-            pending = cache.observe(queries, keys, scale=scale, mask=mask, sinks=sinks)
-            if pending:
-                # evaluated with this call's output, so that no graph grows from token to token
-                (output,) = mx.depends([output], pending)
+        output = shown(output, seen, queries, keys, scale=scale, mask=mask, sinks=sinks)
+        if getattr(seen, "waiting", False):
+            _waiting[id(seen)] = keys, seen
+        else:
+            _waiting.pop(id(seen), None)
         return output
 
     return scaled_dot_product_attention
