@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask
 
 _LOW_BITS = 12  # of a shift; the high table has as many rows, so 2**24 positions are in reach
-_PROBED = 16384  # positions far enough apart to tell slow wavelengths, near enough for MLX's own float32 angles
+_FAR = 16384  # tells slow wavelengths apart, and MLX's own float32 angles are still right there
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ def read_ropes(model: nn.Module, layers: Sequence[int]) -> list[Rope]:
     """How the model turns the keys that it stores in its caches `layers`.
 
     Candidates are the model's rotary modules. Which one turns the keys of which cache, or none (NoPE), is not
-    taken from names: the model runs twice on one token, its caches at position 0 and at positions of their own, and the
-    stored keys must differ by exactly one candidate's turn, the stored values not at all. So a model that scales keys
-    after turning them, or places them in a way of its own, is refused rather than misread.
+    taken from names: the model runs on one token at position 0, at 1 and far away, at a different position in each
+    cache. The stored keys must differ by exactly one candidate's turn, the stored values not at all. So a model that
+    scales keys after turning them, or places them in a way of its own, is refused rather than misread.
 
     Args:
         model: an mlx-lm model with its weights.
@@ -153,27 +153,37 @@ def read_ropes(model: nn.Module, layers: Sequence[int]) -> list[Rope]:
     latent = sorted({type(m).__name__ for _, m in model.named_modules() if hasattr(m, "kv_lora_rank")})
     if latent:
         raise ValueError(
-            f"{name}: expected a cache of keys, got one of latents: multi-head latent attention "
-            f"(MLA: {', '.join(latent)}); use positions='original'."
+            f"{name}: expected keys whose first components turn, got multi-head latent attention "
+            f"(MLA: {', '.join(latent)}), whose cache holds latents; use positions='original'."
         )
     candidates, unreadable = _candidates(model)
-    starts = [_stored_rows(model, layers, [0] * len(layers)), _stored_rows(model, layers, _probed(len(layers)))]
-    found = []
-    for layer, distance, (k0, v0), (k, v) in zip(layers, _probed(len(layers)), *starts, strict=True):
-        shift = mx.array(distance, mx.int32)
-        fitting = [r for r in candidates if 2 * len(r.wavelengths) <= k.shape[-1] and _equal(r.turn(k0, shift), k)]
-        if len(fitting) != 1 or not _equal(v0, v):
-            what = f"rotary modules that cannot be read: {', '.join(unreadable)}" if unreadable else "something else"
-            if not _equal(v0, v):
-                what = "values that depend on the position as well (learned positions)"
-            elif fitting:
-                what = f"{len(fitting)} of them that cannot be told apart (are the weights loaded?)"
+    count = len(layers)
+    left = [candidates] * count
+    home = _stored_rows(model, layers, [0] * count)
+    # near first: a table of learned positions has no row for far ones, and reading past its end can crash
+    for positions in ([1] * count, [_FAR + 37 * i for i in range(count)]):
+        for i, (k, v) in enumerate(_stored_rows(model, layers, positions)):
+            shift = mx.array(positions[i], mx.int32)
+            left[i] = [
+                r for r in left[i] if 2 * len(r.wavelengths) <= k.shape[-1] and _equal(r.turn(home[i][0], shift), k)
+            ]
+            if left[i] and _equal(home[i][1], v):
+                continue
+            if left[i] or not unreadable:
+                got = "keys or values that depend on their position in another way (learned positions?)"
+            else:
+                got = f"a rotary module that cannot be read ({', '.join(unreadable)})"
             raise ValueError(
-                f"{name}, layer {layer}: expected stored keys turned by one of the model's rotary modules "
-                f"({len(candidates) - 1} found) or not at all, got {what}; use positions='original'."
+                f"{name}, layer {layers[i]}: expected stored keys turned by one of the model's {len(candidates) - 1} "
+                f"rotary modules that can be read, or not at all, got {got}; use positions='original'."
             )
-        found += fitting
-    return found
+    for layer, ropes in zip(layers, left, strict=True):
+        if len(ropes) > 1:
+            raise ValueError(
+                f"{name}, layer {layer}: expected keys that tell which of {len(ropes)} rotary embeddings turned them, "
+                "got keys that fit each (are the weights loaded?); use positions='original'."
+            )
+    return [ropes[0] for ropes in left]
 
 
 def _candidates(model: nn.Module) -> tuple[list[Rope], list[str]]:
@@ -191,14 +201,9 @@ def _candidates(model: nn.Module) -> tuple[list[Rope], list[str]]:
         # without the flag (nanochat and talkie turn in a function) the stored keys tell
         sides = [module.traditional] if hasattr(module, "traditional") else [False, True]
         ropes += [Rope(tuple(np.array(t, np.float64).tolist()), side) for t in tables for side in sides]
-        if not tables and "rope" in kind.__name__.lower() and not module.children():
+        if not tables and (isinstance(module, nn.RoPE) or kind.__name__.endswith(("RoPE", "RotaryEmbedding"))):
             unreadable.add(kind.__name__)
     return list(dict.fromkeys(ropes)), sorted(unreadable)
-
-
-def _probed(count: int) -> list[int]:
-    """A position for each layer: different ones, so that a model that places every key by its first cache is seen."""
-    return [_PROBED + 37 * i for i in range(count)]
 
 
 class _Probe(KVCache):
@@ -223,7 +228,9 @@ class _Probe(KVCache):
 
 def _stored_rows(model: nn.Module, layers: Sequence[int], positions: list[int]) -> list[tuple[mx.array, mx.array]]:
     """The keys and values that `layers` store of a single token (of each of 8 sequences) at `positions`."""
-    caches = make_prompt_cache(model)
+    # asked of the class: inside keyformer.attached the model itself answers with evicting caches
+    make = getattr(type(model), "make_cache", None)
+    caches = [KVCache() for _ in model.layers] if make is None else list(make(model))
     probes = []
     for layer, position in zip(layers, positions, strict=True):
         probe, cache = _Probe(position), caches[layer]
