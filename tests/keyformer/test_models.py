@@ -255,11 +255,12 @@ SHARED_MASK = ("llama", "gemma2", "deepseek_v3", "mistral4", "longcat_flash", "g
 def test_layers_of_other_budgets_in_a_prompt_that_evicts_after_every_chunk(name: str) -> None:
     """All layers get the first one's mask; each must attend by one that fits its own rows."""
     model = build(name)
-    caches = make_prompt_cache(model, H2O(), BUDGET, "chunked")
-    for layer, cache in ours(caches).items():
-        cache._budgets = [BUDGET + layer]
+    layers = len(ours(make_prompt_cache(model, H2O(), BUDGET)))
+    caches = make_prompt_cache(model, H2O(), 12, "chunked", allocate=[1.0 + i for i in range(layers)])
     run_and_compare(name, caches, model, chunk=5)
-    assert [c.size() for c in ours(caches).values()] == [BUDGET + layer for layer in ours(caches)]
+    sizes = [c.size() for c in ours(caches).values()]
+    assert sizes == [c.budget for c in ours(caches).values()]
+    assert len(set(sizes)) == layers
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4_text", "iquestloopcoder"])
@@ -327,8 +328,10 @@ def test_decoding_attends_as_if_evicted_rows_were_masked(name: str) -> None:
 
 # -- several sequences -------------------------------------------------------------------------------------------------
 
+BATCHED = ("llama", "gemma2", "deepseek_v3", "longcat_flash")
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma2, no groups", "deepseek_v3", "falcon_h1", "gpt_oss"])
+
+@pytest.mark.parametrize("name", [*BATCHED, "gemma2, no groups", "falcon_h1", "gpt_oss", "gemma3n", "gemma4_text"])
 @pytest.mark.parametrize("lengths", [(5, 19), (13, 19)], ids=["one below budget", "all above budget"])
 def test_rows_of_a_batch_decode_as_they_do_alone(name: str, lengths: tuple[int, int]) -> None:
     model = build(name)
@@ -345,16 +348,16 @@ def test_rows_of_a_batch_decode_as_they_do_alone(name: str, lengths: tuple[int, 
                 )
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "longcat_flash"])
+@pytest.mark.parametrize("name", BATCHED)
 @pytest.mark.parametrize("lengths", [(5, 19), (13, 19)], ids=["one below budget", "the first layer full"])
 def test_rows_of_a_batch_in_layers_of_other_budgets(name: str, lengths: tuple[int, int]) -> None:
     """The first layer's mask has another width than a later layer's rows, or is none where a later one needs one."""
     model = build(name)
-    single = [make_prompt_cache(model, H2O(), 11) for _ in lengths]
+    weights = [11.0, 15.0] * (len(ours(make_prompt_cache(model, H2O(), 13))) // 2)
+    single = [make_prompt_cache(model, H2O(), 13, allocate=weights) for _ in lengths]
+    assert [c.budget for c in ours(single[0]).values()][:2] == [11, 15]
     with attached(model):
         for c, n in zip(single, lengths, strict=True):
-            for layer, cache in ours(c).items():
-                cache._budgets = [11 + 4 * layer]
             prefill(model, c, text(n, n), n)
         batch = [parts[0].merge([copy.deepcopy(p) for p in parts]) for parts in zip(*single, strict=True)]
         for t in text(8, 1):
