@@ -162,3 +162,9 @@ REFUSED: dict[str, str] = {
     _MODELS + "olmo": "it adds the mask 'causal' to numbers, so no prompt of two tokens runs in mlx-lm itself",
     _MODELS + "phi3small": "its block-sparse attention hides rows by their place in the cache",
 }
+
+# Python module of a class in the model -> why rows cannot be numbered anew (positions "contiguous") in it
+PLACED_ELSEWHERE: dict[str, str] = {
+    _MODELS + "gemma3n": "every layer turns its keys and queries by the count of the first layer's cache",
+    _MODELS + "iquestloopcoder": "its second loop turns the queries by the count of another cache",
+}

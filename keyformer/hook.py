@@ -16,7 +16,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 from mlx_lm.models.cache import make_prompt_cache as _default_cache
 
 from .allocate import allocate as _allocate
-from .attention import REFUSED, REPLACEMENTS, shown
+from .attention import PLACED_ELSEWHERE, REFUSED, REPLACEMENTS, shown
 from .cache import BatchKeyformerKVCache, KeyformerKVCache
 from .policies import POLICIES, Policy
 from .rope import Rope, read_ropes
@@ -78,6 +78,7 @@ def _planned(
         layers = list(readers)
         ropes: Sequence[Rope | None] = [None] * len(layers)
         if positions == "contiguous":
+            _refuse_by_name(model, PLACED_ELSEWHERE, "numbered anew", "use positions='original'")
             places = [place for place, cache in enumerate(_default_cache(model)) for _ in leaves([cache])]
             ropes = read_ropes(model, [places[layer] for layer in layers])
     budgets: list[int | None] = [budget] * len(layers)
@@ -218,12 +219,7 @@ def _evicting_layers(model: nn.Module, needed: bool) -> dict[int, int]:
         ValueError: there is none, the model cannot lose rows, or queries are needed and cannot be seen.
     """
     name = type(model).__module__
-    for module in sorted({c.__module__ for c in _classes(model)}):
-        if module in REFUSED:
-            raise ValueError(
-                f"{name}: rows of its global attention cannot be evicted: {REFUSED[module]}. "
-                "Expected a model whose attention reads its rows whatever their place; use mlx-lm's own cache."
-            )
+    _refuse_by_name(model, REFUSED, "evicted", "use mlx-lm's own cache")
     caches = list(leaves(_default_cache(model)))
     plain = [layer for layer, cache in enumerate(caches) if type(cache) is KVCache]
     if not plain:
@@ -241,6 +237,13 @@ def _evicting_layers(model: nn.Module, needed: bool) -> dict[int, int]:
             f"Policies that work without them: {works}."
         )
     return {layer: max(1, readers[layer]) for layer in plain}
+
+
+def _refuse_by_name(model: nn.Module, refused: dict[str, str], done: str, instead: str) -> None:
+    for module in sorted({c.__module__ for c in _classes(model)} & set(refused)):
+        raise ValueError(
+            f"{type(model).__module__}: rows of its global attention cannot be {done}: {refused[module]}; {instead}."
+        )
 
 
 class _Probe(KVCache):

@@ -326,6 +326,31 @@ def test_decoding_attends_as_if_evicted_rows_were_masked(name: str) -> None:
     assert mx.abs(logits - unmasked).max().item() > 1e-4  # eviction is seen at all
 
 
+@pytest.mark.parametrize(
+    "name", ["falcon_h1", "baichuan_m1", "gemma2", "gear", "plamo2", "llama, sliding", "gemma4_text"]
+)
+def test_rows_numbered_anew_are_attended_where_they_are(name: str) -> None:
+    """Numbers without a gap: as if the text had only those rows, a prompt that loses nothing first."""
+    model = build(name)
+    caches = make_prompt_cache(model, Window(), 100, positions="contiguous")
+    for layer, c in ours(caches).items():
+        assert c.rope is not None and c.layer == layer
+    with attached(model):
+        mine = prefill(model, caches, text(PROMPT), 7)
+        for a, b in zip(mine, prefill(model, own_cache(model), text(PROMPT), 7), strict=True):
+            np.testing.assert_allclose(np.array(a), np.array(b), atol=1e-5, rtol=0)
+        tight = make_prompt_cache(model, H2O(), BUDGET, positions="contiguous")
+        prefill(model, tight, text(PROMPT), 7)
+        assert all(mx.isfinite(logits).all() for logits in decode(model, tight, text(STEPS, 1)))
+    assert [c.offset for c in ours(tight).values()] == [BUDGET] * len(ours(tight))
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "iquestloopcoder", "deepseek_v3", "gpt2"])
+def test_positions_that_cannot_be_numbered_anew_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="use positions='original'"):
+        make_prompt_cache(build(name), H2O(), BUDGET, positions="contiguous")
+
+
 # -- several sequences -------------------------------------------------------------------------------------------------
 
 BATCHED = ("llama", "gemma2", "deepseek_v3", "longcat_flash")
@@ -525,6 +550,23 @@ def test_attaching_undoes_itself_whatever_happens(name: str) -> None:
     with pytest.raises(ZeroDivisionError), attached(model):
         call(model, caches, text(1))
     assert names_of(model) == before
+    assert not keyformer.hook._waiting
+
+
+def test_a_call_that_fails_between_two_readers_leaves_nothing_behind() -> None:
+    model = build("gemma4_text")
+    caches = make_prompt_cache(model, H2O(), BUDGET)
+    (owner,) = ours(caches).values()
+
+    class Broken(KeyformerKVCache):
+        def observe(self, *args: Any, **attention: Any) -> list[mx.array]:
+            if self.waiting:
+                raise ZeroDivisionError
+            return super().observe(*args, **attention)
+
+    owner.__class__ = Broken
+    with pytest.raises(ZeroDivisionError), attached(model):
+        call(model, caches, text(PROMPT))
     assert not keyformer.hook._waiting
 
 
