@@ -1,0 +1,172 @@
+"""`python -m keyformer.generate`: text from an mlx-lm model in a fixed amount of memory.
+
+The text goes to standard output as it comes; what it took goes to standard error afterwards:
+
+    python -m keyformer.generate --model MODEL --policy keyformer --budget 512 --prompt-file long.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import stream_generate
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from . import command
+from .cache import KeyformerKVCache
+from .command import EVICTION_OPTIONS, Eviction
+from .hook import attached, cache_counts, make_prompt_cache
+
+_PROGRAM = "keyformer.generate"
+_METADATA = "keyformer"  # where a cache file says which model and options it was made with
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; `arguments` are those of the command line. Returns the exit code (`keyformer.command.run`)."""
+    options = _parser().parse_args(arguments)
+    return command.run(_PROGRAM, lambda: _generate(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command.Parser(
+        prog=_PROGRAM,
+        description="Text from an mlx-lm model in a fixed amount of memory. The text goes to standard output, what it "
+        "took to standard error.",
+    )
+    command.add_prompt_options(parser)
+    command.add_eviction_options(parser)
+    group = parser.add_argument_group("generation")
+    group.add_argument(
+        "--max-tokens", "-m", metavar="N", type=command.whole_number, default=100, help="at most (default: 100)"
+    )
+    group.add_argument("--temp", metavar="T", type=_temperature, default=0.0, help="of sampling (default: 0, greedy)")
+    group.add_argument("--top-p", metavar="P", type=_probability, default=1.0, help="of sampling (default: 1, off)")
+    group.add_argument(
+        "--seed", metavar="N", type=int, help="of sampling; the seed of a policy's noise is --set seed=N"
+    )
+    group.add_argument(
+        "--prompt-cache-file",
+        metavar="FILE",
+        type=Path,
+        help="go on from the cache in FILE (.safetensors) where there is one; at the end, save the cache there",
+    )
+    return parser
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return value
+
+
+def _probability(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {text!r}")
+    return value
+
+
+def _generate(options: argparse.Namespace) -> None:
+    file: Path | None = options.prompt_cache_file
+    if file is not None and (file.suffix != ".safetensors" or not file.parent.is_dir()):
+        raise ValueError(f"--prompt-cache-file: expected a .safetensors file in a folder that exists, got {file}.")
+    caches, made_with = _saved(file, options) if file is not None and file.exists() else (None, options)
+    eviction = Eviction.read(made_with)
+    text = command.read_prompt(options)
+    model, tokenizer = command.load_model(options.model)
+    prompt = command.encode(tokenizer, text, options)
+    base = len(prompt) if caches is None else made_with.prompt_tokens  # what a fractional budget is of
+    if caches is None:
+        caches = make_prompt_cache(model, **eviction.arguments(base))
+    if options.seed is not None:
+        mx.random.seed(options.seed)
+    with attached(model, **eviction.arguments(base)):
+        for response in stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            max_tokens=options.max_tokens,
+            sampler=make_sampler(options.temp, top_p=options.top_p),
+            prompt_cache=caches,
+            prefill_step_size=options.prefill_step_size,
+        ):
+            print(response.text, end="", flush=True)
+    print(flush=True)
+    for name, value in _figures(response, eviction.describe(base), caches):
+        print(f"{name:<11} {value}", file=sys.stderr)
+    if file is not None:
+        kept = {name: getattr(made_with, name) for name in EVICTION_OPTIONS}
+        metadata = {_METADATA: json.dumps({"model": options.model, "prompt_tokens": base} | kept)}
+        save_prompt_cache(str(file), caches, metadata)
+
+
+def _figures(response: Any, policy: str, caches: list[Any]) -> list[tuple[str, str]]:
+    ours = [c for c in caches if isinstance(c, KeyformerKVCache)]
+    rows, seen = [c.size() for c in ours], ours[0].offset
+    each = f"{rows[0]} of {seen} in every KV head"
+    if len(set(rows)) > 1:
+        each = f"{min(rows)} to {max(rows)} of {seen} per KV head, layer by layer: {' '.join(map(str, rows))}"
+    kept, full = sum(r * c.row_bytes for r, c in zip(rows, ours, strict=True)), sum(seen * c.row_bytes for c in ours)
+    counts = cache_counts(caches)
+    evicting = counts.pop(type(ours[0]).__name__)
+    layers = f"{evicting} of {len(caches)} evict"
+    if counts:
+        layers += "; the others keep mlx-lm's own: " + ", ".join(f"{n} {name}" for name, n in counts.items())
+    return [
+        ("prompt", f"{response.prompt_tokens} tokens, {response.prompt_tps:.1f} tokens/s"),
+        ("generation", f"{response.generation_tokens} tokens, {response.generation_tps:.1f} tokens/s"),
+        ("policy", policy),
+        ("layers", layers),
+        ("rows kept", each),
+        ("bytes kept", f"{_bytes(kept)} of the full cache's {_bytes(full)} ({kept / full:.1%}), keys and values"),
+        ("allocated", f"{_bytes(sum(c.nbytes for c in ours))}, with scores and positions"),
+    ]
+
+
+def _bytes(n: int) -> str:
+    size, unit = float(n), "bytes"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{n} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+
+
+def _saved(file: Path, options: argparse.Namespace) -> tuple[list[Any], argparse.Namespace]:
+    """The caches in `file` and the options they were made with."""
+    try:
+        caches, metadata = load_prompt_cache(str(file), return_metadata=True)
+        made_with = json.loads(metadata[_METADATA])
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"--prompt-cache-file: expected a cache saved by {_PROGRAM}, got {file} ({error}); name another file."
+        ) from error
+    model, then = made_with.pop("model"), argparse.Namespace(**made_with)
+    if options.model != model:
+        raise ValueError(
+            f"--model: expected {model}, with which {file} was made, got {options.model}; take that model or name "
+            "another --prompt-cache-file."
+        )
+    if options.system_prompt is not None:
+        raise ValueError(
+            f"--system-prompt: expected to be left out, since {file} goes on with a text that has begun, got "
+            f"{options.system_prompt!r}."
+        )
+    given = [name for name in EVICTION_OPTIONS if getattr(options, name) is not None]
+    if given and Eviction.read(options) != (eviction := Eviction.read(then)):
+        raise ValueError(
+            f"--{given[0]}: expected the options {file} was made with ({eviction.describe(then.prompt_tokens)}), got "
+            "others; leave the options of eviction out or name another --prompt-cache-file."
+        )
+    return caches, then
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
