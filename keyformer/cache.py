@@ -177,6 +177,19 @@ class KeyformerKVCache(_BaseCache):
             return mx.zeros((0, 0), mx.int32)
         return mx.sort(_take(self.positions, self._temporal()), axis=-1)[0]
 
+    def ranks(self, sequence: int = 0) -> mx.array:
+        """[Hkv, size] float32, beside `kept`: what a decision taken now would compare; the lowest that is not protected
+        goes. -inf for a key that is not finite."""
+        if self.keys is None or self.scores is None or self.positions is None:
+            return mx.zeros((0, 0), mx.float32)
+        index = self._temporal()
+        keys = _take(self._turned(self._rows[0]), index)
+        scores, positions = _take(self.scores, index), _take(self.positions, index)
+        tau = self._tau()
+        assert isinstance(tau, float)  # of a single sequence
+        stored = mx.ones(scores.shape, mx.bool_)
+        return rank_rows(self.policy, self.layer, scores, positions, keys, stored, self._offsets[0], tau)[0]
+
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if window_size is not None:
             raise ValueError(_NO_WINDOW.format(window_size))
@@ -862,7 +875,14 @@ class BatchKeyformerKVCache(KeyformerKVCache):
 
     def kept(self, sequence: int = 0) -> mx.array:
         """[Hkv, size] int32, the positions of the rows that each KV head stores, in temporal order."""
-        return self._parts[sequence].kept() if self._parts is not None else self._single(sequence).kept()
+        return self._one(sequence).kept()
+
+    def ranks(self, sequence: int = 0) -> mx.array:
+        """[Hkv, size] float32, beside `kept`: what a decision taken now would compare."""
+        return self._one(sequence).ranks()
+
+    def _one(self, sequence: int) -> KeyformerKVCache:
+        return self._parts[sequence] if self._parts is not None else self._single(sequence)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if window_size is not None:
