@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,7 +125,11 @@ class Eviction:
             floored = self.policy.budget_rows(self.budget, tokens)[1]
             of = f"{self.budget:g} of {tokens} prompt tokens"
             rows += f" ({of}, raised to the least that this policy can work with)" if floored else f" ({of})"
-        return f"{self.policy.name}, budget {rows}, {', '.join(parts)}"
+        usual = type(self.policy)()
+        own = {f.name: getattr(self.policy, f.name) for f in fields(self.policy)}
+        changed = [f"{name}={value}" for name, value in own.items() if value != getattr(usual, name)]
+        name = f"{self.policy.name} ({', '.join(changed)})" if changed else self.policy.name
+        return f"{name}, budget {rows}, {', '.join(parts)}"
 
 
 def _choice(text: str) -> tuple[str, object]:

@@ -82,9 +82,11 @@ def _generate(options: argparse.Namespace) -> None:
     text = command.read_prompt(options)
     model, tokenizer = command.load_model(options.model)
     prompt = command.encode(tokenizer, text, options)
-    base = len(prompt) if caches is None else made_with.prompt_tokens  # what a fractional budget is of
+    base, seen = len(prompt), 0  # what a fractional budget is of; tokens that came before
     if caches is None:
         caches = make_prompt_cache(model, **eviction.arguments(base))
+    else:
+        base, seen = made_with.prompt_tokens, made_with.seen
     if options.seed is not None:
         mx.random.seed(options.seed)
     with attached(model, **eviction.arguments(base)):
@@ -99,24 +101,25 @@ def _generate(options: argparse.Namespace) -> None:
         ):
             print(response.text, end="", flush=True)
     print(flush=True)
-    for name, value in _figures(response, eviction.describe(base), caches):
+    seen += response.prompt_tokens + response.generation_tokens  # mlx-lm feeds the last token too
+    for name, value in _figures(response, eviction.describe(base), caches, seen):
         print(f"{name:<11} {value}", file=sys.stderr)
     if file is not None:
         kept = {name: getattr(made_with, name) for name in EVICTION_OPTIONS}
-        metadata = {_METADATA: json.dumps({"model": options.model, "prompt_tokens": base} | kept)}
+        metadata = {_METADATA: json.dumps({"model": options.model, "prompt_tokens": base, "seen": seen} | kept)}
         save_prompt_cache(str(file), caches, metadata)
 
 
-def _figures(response: Any, policy: str, caches: list[Any]) -> list[tuple[str, str]]:
+def _figures(response: Any, policy: str, caches: list[Any], seen: int) -> list[tuple[str, str]]:
     ours = [c for c in caches if isinstance(c, KeyformerKVCache)]
-    rows, seen = [c.size() for c in ours], ours[0].offset
+    rows = [c.size() for c in ours]
     each = f"{rows[0]} of {seen} in every KV head"
     if len(set(rows)) > 1:
         each = f"{min(rows)} to {max(rows)} of {seen} per KV head, layer by layer: {' '.join(map(str, rows))}"
     kept, full = sum(r * c.row_bytes for r, c in zip(rows, ours, strict=True)), sum(seen * c.row_bytes for c in ours)
     counts = cache_counts(caches)
-    evicting = counts.pop(type(ours[0]).__name__)
-    layers = f"{evicting} of {len(caches)} evict"
+    evicting = counts.pop(KeyformerKVCache.__name__)
+    layers = f"{evicting} of {len(caches)} {'evict' if ours[0].policy.evicts else 'could evict'}"
     if counts:
         layers += "; the others keep mlx-lm's own: " + ", ".join(f"{n} {name}" for name, n in counts.items())
     return [

@@ -39,7 +39,7 @@ class Moment:
         title: when that was, for people.
         seen: tokens that had been written by then.
         kept: per evicting layer and per KV head, the positions of the stored rows, ascending.
-        scores: the score of each of them.
+        scores: what the next eviction would compare, for each of them.
     """
 
     title: str
@@ -107,7 +107,7 @@ def _inspect(options: argparse.Namespace) -> None:
     described = eviction.describe(len(prompt))
     written = {
         folder / "kept.html": page(kept, token_texts(tokenizer, kept.tokens), name, described).encode(),
-        folder / "kept.png": picture(kept, f"{name}: {described}"),
+        folder / "kept.png": picture(kept, f"what the cache of {name} kept", described),
     }
     for path, content in written.items():
         path.write_bytes(content)
@@ -142,7 +142,7 @@ def watch(model: nn.Module, prompt: list[int], eviction: dict[str, Any], more: i
         mx.eval(logits)
         moments.append(_moment("after the prompt", len(tokens), ours))
         for _ in range(more):
-            tokens.append(int(mx.argmax(logits[0, -1]).item()))
+            tokens.append(int(np.argmax(np.array(logits[0, -1].astype(mx.float32)))))
             logits = model(mx.array([tokens[-1:]]), cache=caches)
             mx.eval(logits)
         if more:
@@ -151,11 +151,8 @@ def watch(model: nn.Module, prompt: list[int], eviction: dict[str, Any], more: i
 
 
 def _moment(title: str, seen: int, caches: dict[int, KeyformerKVCache]) -> Moment:
-    kept, scores = [], []
-    for cache in caches.values():
-        _, _, score, position, *_ = cache.state  # rows in temporal order
-        kept.append(np.array(position[0]).tolist())
-        scores.append(np.array(score[0]).tolist())
+    kept = [np.array(c.kept()).tolist() for c in caches.values()]
+    scores = [np.array(c.ranks()).tolist() for c in caches.values()]
     return Moment(title, seen, kept, scores)
 
 
@@ -175,11 +172,11 @@ def token_texts(tokenizer: Any, tokens: list[int]) -> list[str]:
     return texts
 
 
-def picture(kept: Kept, title: str) -> bytes:
+def picture(kept: Kept, title: str, described: str) -> bytes:
     """The map of all heads as a PNG file, one panel for each moment."""
     panels = [Panel(m.title, _grid(m)) for m in kept.moments]
     heads = [(layer, len(rows)) for layer, rows in zip(kept.layers, kept.moments[0].kept, strict=True)]
-    return draw(title, panels, heads, kept.prompt, len(kept.tokens))
+    return draw(title, described, panels, heads, kept.prompt, len(kept.tokens))
 
 
 def _grid(moment: Moment) -> np.ndarray:

@@ -92,11 +92,11 @@ class Panel:
     kept: np.ndarray
 
 
-def draw(title: str, panels: list[Panel], layers: list[tuple[int, int]], prompt: int, n: int) -> bytes:
+def draw(title: str, subtitle: str, panels: list[Panel], layers: list[tuple[int, int]], prompt: int, n: int) -> bytes:
     """The picture, a PNG file.
 
     Args:
-        title: the first line.
+        title, subtitle: the first two lines.
         panels: one below the other.
         layers: number of each layer and how many KV heads it has, from top to bottom.
         prompt: tokens of the prompt; where more follow, a line shows where it ended.
@@ -109,12 +109,13 @@ def draw(title: str, panels: list[Panel], layers: list[tuple[int, int]], prompt:
     gap = 2 if height > 3 else 1
     rows = heads * height + (len(layers) - 1) * gap
     panel_height = _LINE + _STRIP + 6 + rows + 2 * _LINE
-    canvas = np.empty((2 * _MARGIN + 2 * _LINE + len(panels) * panel_height, _LEFT + width + _MARGIN, 3), np.uint8)
+    canvas = np.empty((2 * _MARGIN + 3 * _LINE + len(panels) * panel_height, _LEFT + width + _MARGIN, 3), np.uint8)
     canvas[:] = _PAPER
     _write(canvas, _MARGIN, _MARGIN, title, _INK, 2)
-    _legend(canvas, _MARGIN + _LINE, prompt < n)
+    _write(canvas, _MARGIN + _LINE, _MARGIN, subtitle, _FAINT, 1)
+    _legend(canvas, _MARGIN + 2 * _LINE - 4, prompt < n)
     for i, panel in enumerate(panels):
-        top = _MARGIN + 2 * _LINE + i * panel_height
+        top = _MARGIN + 3 * _LINE + i * panel_height
         _write(canvas, top + 4, _LEFT, panel.title, _INK, 2)
         seen = panel.kept.shape[1]
         # [rows, width]: of each pixel's positions, the share that was kept
