@@ -39,8 +39,16 @@ from keyformer import (
 
 PROJECT = Path(__file__).resolve().parents[2]
 generating = sys.modules["mlx_lm.generate"]
-NAMES = list(POLICIES)
-EVICTING = [name for name in NAMES if POLICIES[name].evicts]
+CHOICES: dict[str, Policy] = {name: make_policy(name) for name in POLICIES} | {
+    "last 5 queries": H2O(window=5, recent=2),
+    "decay, count": Policy(decay=0.8, normalize="count", n_sink=2, recent=2),
+    "count": H2O(normalize="count", pooling=3),
+    "frozen noise": Keyformer(redraw=False, tau_init=0.7, tau_end=1.9, anneal_steps=5, seed=2**40),
+    "noise at the decision": Policy(noise="select", tau_end=3.0, anneal_steps=6, recent=2),
+    "proxy without noise": make_policy("keyformer_proxy", noise="none", n_sink=1),
+}
+NAMES = list(CHOICES)
+EVICTING = [name for name in NAMES if CHOICES[name].evicts]
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +140,7 @@ def same_rows(ours: list[Any], theirs: list[Any]) -> None:
 @pytest.mark.parametrize("prefill", ["full", "chunked"])
 @pytest.mark.parametrize("name", NAMES)
 def test_stream_generate_follows_the_schedule(model: Any, tokenizer: Any, name: str, prefill: str) -> None:
-    policy = make_policy(name)
+    policy = CHOICES[name]
     budget = rows_for(policy)
     for n in (1, 2, 9, budget + 1, 60):
         with attached(model, policy, budget, prefill):
@@ -149,7 +157,7 @@ def test_stream_generate_follows_the_schedule(model: Any, tokenizer: Any, name: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_generate_evicts_without_further_words(model: Any, tokenizer: Any, name: str) -> None:
-    policy = make_policy(name)
+    policy = CHOICES[name]
     budget = rows_for(policy)
     prompt = a_prompt(50)
     plain = mlx_lm.generate(model, tokenizer, prompt, max_tokens=20)
@@ -173,7 +181,7 @@ STEPS = (1, 2, 7, 64, 2048)
 @pytest.mark.parametrize("name", NAMES)
 def test_kept_rows_do_not_depend_on_the_step_size(model: Any, tokenizer: Any, name: str) -> None:
     """Prompts around the boundaries of every step size, alone and all together."""
-    policy = make_policy(name)
+    policy = CHOICES[name]
     budget = rows_for(policy)
     lengths = (1, 2, 3, 7, 8, 9, 15, 64, 65, 66)
     with attached(model, policy, budget):
@@ -204,7 +212,7 @@ def test_kept_rows_do_not_depend_on_the_step_size(model: Any, tokenizer: Any, na
 @pytest.mark.parametrize("name", NAMES)
 def test_dtype_is_kept_and_the_same_prompt_gives_the_same_tokens(tokenizer: Any, name: str, dtype: mx.Dtype) -> None:
     model = tiny_llama(dtype)
-    policy = make_policy(name)
+    policy = CHOICES[name]
     dtypes = set()
 
     def processor(_: mx.array, logits: mx.array) -> mx.array:
@@ -239,7 +247,7 @@ TOKENS = (9, 5, 12, 7, 3, 10, 1, 6)
 @pytest.mark.parametrize("name", NAMES)
 def test_batch_generate_gives_what_each_prompt_gives_alone(model: Any, tokenizer: Any, name: str, prefill: str) -> None:
     """More prompts than fit at once and answers of different lengths: sequences join and leave all the time."""
-    policy = make_policy(name)
+    policy = CHOICES[name]
     budget = rows_for(policy)
     prompts = [a_prompt(n) for n in LENGTHS]
     seen = Seen()
@@ -271,10 +279,41 @@ def test_batch_generate_gives_what_each_prompt_gives_alone(model: Any, tokenizer
                 assert probability == pytest.approx(expected, abs=2e-5)
 
 
+@pytest.mark.parametrize("prefill", ["full", "chunked"])
+@pytest.mark.parametrize("positions", ["original", "contiguous"])
+@pytest.mark.parametrize("name", ["streaming", "h2o", "keyformer", "keyformer_proxy"])
+def test_batches_with_other_positions_and_a_budget_for_each_layer(
+    tokenizer: Any, name: str, positions: str, prefill: str
+) -> None:
+    model = tiny_llama(num_hidden_layers=3)
+    prompts = [a_prompt(n) for n in LENGTHS]
+    seen = Seen()
+    with attached(model, CHOICES[name], 14, prefill, positions=positions, allocate="pyramid"):
+        together = batch_generate(
+            model,
+            tokenizer,
+            prompts,
+            max_tokens=list(TOKENS),
+            return_prompt_caches=True,
+            logits_processors=[seen],
+            prefill_batch_size=3,
+            completion_batch_size=4,
+            prefill_step_size=16,
+        )
+        budgets = [c.budget for c in mlx_cache.make_prompt_cache(model)]
+        assert sum(budgets) == 3 * 14
+        assert budgets[0] > budgets[2]
+        for i, (prompt, n) in enumerate(zip(prompts, TOKENS, strict=True)):
+            _, logits, caches = alone(model, tokenizer, prompt, n, prefill_step_size=16)
+            same_logits(seen.after(prompt), logits)
+            same_rows(together.caches[i], caches)
+        assert [c.size() for c in together.caches[3]] == budgets
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_prompt_caches_given_to_a_batch(model: Any, tokenizer: Any, name: str) -> None:
     """Histories: evicted, below budget, one token, none, and one with another budget. They are not changed."""
-    policy = make_policy(name)
+    policy = CHOICES[name]
     budget = rows_for(policy)
     with attached(model, policy, budget):
         histories = [alone(model, tokenizer, a_prompt(n), 5)[2] for n in (50, 4, 1)]
@@ -307,7 +346,7 @@ def test_prompt_caches_given_to_a_batch(model: Any, tokenizer: Any, name: str) -
 @pytest.mark.parametrize("name", EVICTING)
 def test_segments_and_caches_taken_out_in_the_middle(model: Any, tokenizer: Any, name: str) -> None:
     """What mlx-lm's server does: a cache leaves at the end of a segment, inside the prompt, and serves a later one."""
-    policy = make_policy(name)
+    policy = CHOICES[name]
     budget = rows_for(policy)
     system, question, other = a_prompt(23), a_prompt(19, seed=1), a_prompt(8, seed=2)
     with attached(model, policy, budget):
@@ -351,7 +390,7 @@ def test_segments_and_caches_taken_out_in_the_middle(model: Any, tokenizer: Any,
 @pytest.mark.parametrize("prefill", ["full", "chunked"])
 def test_padding_on_the_right(model: Any, tokenizer: Any, name: str, prefill: str) -> None:
     """mlx-lm's own prompt batch, its chunks shorter than the padding; two calls; a sequence of no tokens."""
-    policy = make_policy(name)
+    policy = CHOICES[name]
     budget = rows_for(policy)
     parts = [(a_prompt(30), a_prompt(3, 1)), (a_prompt(2), a_prompt(26, 1)), (a_prompt(11), []), ([], a_prompt(5, 1))]
     with attached(model, policy, budget, prefill):
@@ -391,7 +430,7 @@ def test_padding_on_the_right(model: Any, tokenizer: Any, name: str, prefill: st
 @pytest.mark.parametrize("prefill", ["full", "chunked"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_given_to_the_cache_itself(model: Any, name: str, prefill: str, side: str) -> None:
-    policy = make_policy(name)
+    policy = CHOICES[name]
     budget = rows_for(policy)
     prompts = [a_prompt(n, 3) for n in (9, 31, 1, 20)]
     longest = max(map(len, prompts))
@@ -443,7 +482,7 @@ def grown(model: Any, policy: Policy, budget: int, prompt: int, decoded: int, se
 @pytest.mark.parametrize("name", NAMES)
 def test_merge_extend_filter_extract(model: Any, name: str) -> None:
     """Sequences come, go and change places while they are decoded; each stays what it is alone."""
-    policy = make_policy(name)
+    policy = CHOICES[name]
     budget = rows_for(policy)
     with attached(model):
         singles = [
@@ -515,7 +554,7 @@ TURNS = ((30, 6), (1, 5), (12, 6)), ((9, 4), (25, 8), (7, 3))
 @pytest.mark.parametrize("prefill", ["full", "chunked"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_chat_through_one_prompt_cache(model: Any, tokenizer: Any, name: str, prefill: str) -> None:
-    policy = make_policy(name)
+    policy = CHOICES[name]
     budget = rows_for(policy)
     for turns in TURNS:
         reference = make_prompt_cache(model, policy, budget, prefill)
@@ -544,7 +583,7 @@ def test_a_chat_through_one_prompt_cache(model: Any, tokenizer: Any, name: str, 
 @pytest.mark.parametrize("name", NAMES)
 def test_lru_prompt_cache(model: Any, tokenizer: Any, name: str) -> None:
     """mlx-lm's store of prompts: exact, shorter and longer entries, each going on as it would have anyway."""
-    policy = make_policy(name)
+    policy = CHOICES[name]
     budget = rows_for(policy)
     with attached(model, policy, budget):
         for n in (9, 40):
@@ -582,7 +621,7 @@ def test_lru_prompt_cache(model: Any, tokenizer: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_forks_are_independent(model: Any, tokenizer: Any, name: str) -> None:
-    policy = make_policy(name)
+    policy = CHOICES[name]
     with attached(model, policy, rows_for(policy)):
         _, _, trunk = alone(model, tokenizer, a_prompt(40), 5)
         before = kept(trunk)
@@ -627,7 +666,7 @@ def phases(model: Any, policy: Policy, budget: int) -> Iterator[tuple[str, list[
 @pytest.mark.parametrize("name", NAMES)
 def test_state_round_trips(model: Any, name: str, tmp_path: Path) -> None:
     """from_state, the state setter, deepcopy and a saved file all go on as the original does."""
-    policy = make_policy(name)
+    policy = CHOICES[name]
     budget = rows_for(policy)
     path = str(tmp_path / "cache.safetensors")
     with attached(model):
@@ -670,7 +709,7 @@ def go_on(model: Any, caches: list[Any], phase: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_round_trips(model: Any, name: str, tmp_path: Path) -> None:
-    policy = make_policy(name)
+    policy = CHOICES[name]
     budget = rows_for(policy)
     path = str(tmp_path / "batch.safetensors")
     with attached(model):
@@ -721,7 +760,7 @@ def test_a_conversation_goes_on_in_another_process(tiny_model_folder: Path, tmp_
     files, expected = [], []
     prompt = a_prompt(11, seed=1)
     for name in NAMES:
-        policy = make_policy(name)
+        policy = CHOICES[name]
         with attached(model, policy, rows_for(policy)):
             _, _, caches = alone(model, tokenizer, a_prompt(40), 6)
             files.append(str(tmp_path / f"{name}.safetensors"))
