@@ -206,32 +206,32 @@ def memory_while_decoding(
         mx.set_cache_limit(limit)
 
 
-IN_FLIGHT = 16 * 1024  # one step ahead: logits of 300 tokens, the token history, activations
+IN_FLIGHT = 4 * 1024  # one step ahead: logits of 300 tokens, the tokens so far
+ONE_OF_EACH = ["streaming", "h2o", "keyformer", "keyformer_proxy", "snapkv", "keydiff"]  # kinds of bookkeeping
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["full", *ONE_OF_EACH])
 def test_d06_no_lazy_graph_below_the_budget(tokenizer: Any, name: str) -> None:
-    model = wide()
-    found, caches = memory_while_decoding(model, tokenizer, make_policy(name), 4096, 110, 400, (200, 300, 400))
+    policy = make_policy(name)
+    found, caches = memory_while_decoding(wide(), tokenizer, policy, 4096, 110, 140, (20, 140))
     assert all(c.size() == c.offset for c in caches)
     allocated = sum(c.nbytes for c in caches)
-    assert found[400] - found[300] < IN_FLIGHT  # 410 to 510 rows, within one step of the allocation
-    assert abs(found[400] - allocated) < 0.05 * allocated + IN_FLIGHT
-    window = caches[0].policy.window
-    # 512 rows x 2 layers x 2 heads: keys and values of 64 floats and 16 bytes
-    assert allocated <= 1.05 * 512 * 2 * 2 * (2 * 64 * 4 + 16 + 4 * window)
+    assert found[140] - found[20] < 1024  # 130 to 250 rows, within one step of the allocation
+    assert found[140] == pytest.approx(allocated, rel=0.05, abs=IN_FLIGHT)
+    # 256 rows in 2 heads of 2 layers: keys and values of 64 floats, and 16 bytes
+    assert allocated <= 1.01 * 256 * 2 * 2 * (2 * 64 * 4 + 16 + 4 * policy.window)
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_d07_no_growth_above_the_budget(tokenizer: Any, name: str) -> None:
-    model = wide()
     policy = make_policy(name)
     budget = budget_of(policy, 63)
-    found, caches = memory_while_decoding(model, tokenizer, policy, budget, 110, 400, (200, 400))
-    assert found[400] - found[200] < 1024
+    found, caches = memory_while_decoding(wide(), tokenizer, policy, budget, 110, 200, (20, 200))
+    assert found[200] - found[20] < 1024
     assert all(c.size() == budget for c in caches)
-    assert sum(c.nbytes for c in caches) <= 1.05 * (budget + 1) * 2 * 2 * (2 * 64 * 4 + 16 + 4 * policy.window)
-    assert found[400] < sum(c.nbytes for c in caches) * 1.05 + IN_FLIGHT
+    allocated = sum(c.nbytes for c in caches)
+    assert found[200] == pytest.approx(allocated, rel=0.05, abs=IN_FLIGHT)
+    assert allocated <= 1.01 * (budget + 1) * 2 * 2 * (2 * 64 * 4 + 16 + 4 * policy.window)
 
 
 @pytest.mark.parametrize("policy", [H2O(), Keyformer(), KeyformerProxy()], ids=lambda p: p.name)
