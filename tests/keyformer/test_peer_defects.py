@@ -83,14 +83,16 @@ def test_d01_batch_generate_evicts(model: Any, tokenizer: Any, name: str) -> Non
     plain = batch_generate(model, tokenizer, prompts, max_tokens=12, return_prompt_caches=True)
     assert [c[0].size() for c in plain.caches] != [budget] * 3
     with attached(model, policy, budget):
-        ours = batch_generate(model, tokenizer, prompts, max_tokens=12, return_prompt_caches=True)
-        one_by_one = [mlx_lm.generate(model, tokenizer, p, max_tokens=12) for p in prompts]
+        ours = batch_generate(
+            model, tokenizer, prompts, max_tokens=12, return_prompt_caches=True, return_token_ids=True
+        )
+        one_by_one = [answer(model, tokenizer, p, 12) for p in prompts]
     for caches in ours.caches:
         for c in caches:
             assert type(c) is KeyformerKVCache
             assert c.size() == c.state[0].shape[2] == budget
             assert all(len(set(head)) == budget for head in kept(c))
-    assert ours.texts == one_by_one
+    assert ours.token_ids == [[t for t in a if t not in tokenizer.eos_token_ids] for a in one_by_one]
     assert all(a != b for a, b in zip(ours.texts, plain.texts, strict=True))
 
 
@@ -104,9 +106,11 @@ def test_d02_batch_generate_takes_evicted_caches(model: Any, tokenizer: Any, nam
             answer(model, tokenizer, a_prompt(n), 3, prompt_cache=caches)
             assert all(c.size() == budget for c in caches)
         more = [a_prompt(9, 1), a_prompt(21, 1)]
-        ours = batch_generate(model, tokenizer, more, prompt_caches=histories, max_tokens=8, return_prompt_caches=True)
+        options: dict[str, Any] = {"max_tokens": 8, "return_prompt_caches": True, "return_token_ids": True}
+        ours = batch_generate(model, tokenizer, more, prompt_caches=histories, **options)
         for i, caches in enumerate(histories):
-            assert ours.texts[i] == mlx_lm.generate(model, tokenizer, more[i], max_tokens=8, prompt_cache=caches)
+            expected = answer(model, tokenizer, more[i], 8, prompt_cache=caches)
+            assert ours.token_ids[i] == [t for t in expected if t not in tokenizer.eos_token_ids]
             assert [kept(c) for c in ours.caches[i]] == [kept(c) for c in caches]
 
 

@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import batch_generate, stream_generate
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.cache import KVCache, LRUPromptCache, load_prompt_cache, save_prompt_cache
@@ -56,14 +57,28 @@ def tokenizer(tiny_model_folder: Path) -> Any:
     return mlx_lm.utils.load_tokenizer(tiny_model_folder)
 
 
+def steady_llama(dtype: mx.Dtype = mx.float32, **changes: Any) -> Any:
+    """small.tiny_llama with half its weights. With the whole ones mlx-lm's own batches differ from its own single
+    sequences by 1.9e-5, with these by 3e-6, which is below the tolerance for our caches. Eviction moves logits by 3.
+    """
+    model = tiny_llama(dtype, **changes)
+    halved = [(name, p * 0.5 if p.ndim > 1 else p) for name, p in tree_flatten(model.parameters())]
+    model.update(tree_unflatten(halved))
+    mx.eval(model.parameters())
+    return model
+
+
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_llama()
+    return steady_llama()
 
 
 def a_prompt(n: int, seed: int = 0) -> list[int]:
-    """n random tokens, none of them special."""
-    return np.random.default_rng([n, seed]).integers(3, 300, n).tolist()
+    """n random tokens, none of them special and none twice, also in prompts of two seeds: in the first layer the keys of
+    a repeated token have the same norm, a tie for the policies that go by it.
+    """
+    first, last = ((3, 150), (150, 225), (225, 260), (260, 300))[min(seed, 3)]
+    return (first + np.random.default_rng([n, seed]).permutation(last - first)[:n]).tolist()
 
 
 def rows_for(policy: Policy, rows: int = 14) -> int:
@@ -211,7 +226,7 @@ def test_kept_rows_do_not_depend_on_the_step_size(model: Any, tokenizer: Any, na
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_dtype_is_kept_and_the_same_prompt_gives_the_same_tokens(tokenizer: Any, name: str, dtype: mx.Dtype) -> None:
-    model = tiny_llama(dtype)
+    model = steady_llama(dtype)
     policy = CHOICES[name]
     dtypes = set()
 
@@ -285,7 +300,7 @@ def test_batch_generate_gives_what_each_prompt_gives_alone(model: Any, tokenizer
 def test_batches_with_other_positions_and_a_budget_for_each_layer(
     tokenizer: Any, name: str, positions: str, prefill: str
 ) -> None:
-    model = tiny_llama(num_hidden_layers=3)
+    model = steady_llama(num_hidden_layers=3)
     prompts = [a_prompt(n) for n in LENGTHS]
     seen = Seen()
     with attached(model, CHOICES[name], 14, prefill, positions=positions, allocate="pyramid"):
@@ -340,7 +355,13 @@ def test_prompt_caches_given_to_a_batch(model: Any, tokenizer: Any, name: str) -
             same_logits(seen.after(prompt), logits)
             same_rows(together.caches[i], caches)
         if policy.evicts:
-            assert [c[0].size() for c in together.caches] == [budget, budget, min(budget, 15), budget, budget + 9]
+            assert [c[0].size() for c in together.caches] == [
+                budget,
+                budget,
+                min(budget, 15),
+                min(budget, 23),
+                budget + 9,
+            ]
 
 
 @pytest.mark.parametrize("name", EVICTING)
@@ -514,7 +535,7 @@ def test_merge_extend_filter_extract(model: Any, name: str) -> None:
             c.extend(d)
         check(batch, [1, 0, 2, 3, 4], [11, 12, 13])
         for c in batch:
-            c.filter([4, 1, 2])
+            c.filter([4, 1, 3])
         check(batch, [4, 0, 3], [21, 22])
         # what was taken out goes on alone, and can come back
         out = [c.extract(1) for c in batch]
@@ -777,6 +798,7 @@ def test_a_conversation_goes_on_in_another_process(tiny_model_folder: Path, tmp_
 # -- options that cannot work ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_options_that_cannot_work_are_refused_at_once_and_by_name(model: Any, tokenizer: Any) -> None:
     other = tiny_llama(seed=3)
     prompt = a_prompt(30)
@@ -850,7 +872,8 @@ def everything_of_mlx_lm(*models: Any) -> dict[tuple[Any, ...], Any]:
                     continue
                 found[module_name, name] = value
                 if isinstance(value, type) and value.__module__ == module_name:
-                    found |= {(module_name, name, n): v for n, v in vars(value).items()}
+                    # __slotnames__ is what Python's own deepcopy leaves behind
+                    found |= {(module_name, name, n): v for n, v in vars(value).items() if n != "__slotnames__"}
     for i, m in enumerate(models):
         found |= {(i, name): value for name, value in vars(m).items()}
         found |= {(i, "item", name): value for name, value in m.items()}
@@ -898,8 +921,8 @@ def test_attached_is_undone_after_an_error_inside_mlx_lm(model: Any, tokenizer: 
         with pytest.raises(ZeroDivisionError), attached(model, H2O(), 14):
             run()
         undone()
-    for bad in ((H2O(), 1), (H2O(), None), (H2O(), 14, "half"), ("h2o", 14)):
-        with pytest.raises((ValueError, TypeError, AttributeError)), attached(model, *bad):
+    for bad in ((H2O(), 0), (H2O(), None), (H2O(), 14, "half"), ("h2o", 14), (None, 14)):
+        with pytest.raises(ValueError, match="expected|need"), attached(model, *bad):
             raise AssertionError("entered")
         undone()
 
@@ -935,6 +958,16 @@ def test_attached_nests(model: Any, tokenizer: Any, undone: Any) -> None:
             raise ZeroDivisionError
         assert mlx_lm.generate(model, tokenizer, a_prompt(40), max_tokens=9) == first
     assert made() == plain
+
+
+def test_blocks_on_one_model_may_end_in_any_order(model: Any, undone: Any) -> None:
+    one, two = attached(model, H2O(), 14), attached(model, Window(), 9)
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert [c.policy for c in mlx_cache.make_prompt_cache(model)] == [Window()] * 2
+    two.__exit__(None, None, None)
+    undone()
 
 
 def test_two_models_each_with_its_own(model: Any, tokenizer: Any, undone: Any) -> None:
