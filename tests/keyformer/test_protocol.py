@@ -74,8 +74,8 @@ def model() -> Any:
 
 
 def a_prompt(n: int, seed: int = 0) -> list[int]:
-    """n random tokens, none of them special and none twice, also in prompts of two seeds: in the first layer the keys of
-    a repeated token have the same norm, a tie for the policies that go by it.
+    """n random tokens, none special and none twice, nor in a prompt of another seed: in the first layer the keys of a
+    repeated token have the same norm, a tie for the policy that goes by it.
     """
     first, last = ((3, 150), (150, 225), (225, 260), (260, 300))[min(seed, 3)]
     return (first + np.random.default_rng([n, seed]).permutation(last - first)[:n]).tolist()
@@ -922,7 +922,7 @@ def test_attached_is_undone_after_an_error_inside_mlx_lm(model: Any, tokenizer: 
             run()
         undone()
     for bad in ((H2O(), 0), (H2O(), None), (H2O(), 14, "half"), ("h2o", 14), (None, 14)):
-        with pytest.raises(ValueError, match="expected|need"), attached(model, *bad):
+        with pytest.raises(ValueError, match=r"expected|need"), attached(model, *bad):
             raise AssertionError("entered")
         undone()
 
