@@ -11,7 +11,9 @@ import mlx.core as mx
 import numpy as np
 
 _FAR = 2**31 - 1
-_BLOCK = 192  # new rows whose logits the walk computes, and holds, at once
+_BLOCK = 64  # new rows whose logits the walk computes, and holds, at once
+_LOGITS = 2**23  # most of these logits in NumPy, over all heads
+_SMALL = 1e-30  # a sum of float32 weights above it is exact to rounding, though the largest weight is not in it
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -120,109 +122,157 @@ def walk_numpy(
     gumbel: np.ndarray | None = None,
     temperatures: Sequence[float] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`walk` with one leading axis R = B * H: the matrix product of a block in MLX, on one thread, the steps in NumPy.
+    """`walk` with one leading axis R = B * H: a matrix product and an exponential per block, few passes per new row.
 
-    Columns of rows freed within a block stay, at weight 0, until it ends. Columns are in temporal order, so a slice
-    leaves the protected rows out and the first minimum is the oldest.
+    Columns of rows freed within a block stay, at weight 0 and score +inf, until it ends. Columns are in temporal order,
+    so a slice leaves the protected rows out and the first minimum is the oldest.
     """
     (R, prior, _), S = stored.shape, new.shape[1]
     index = np.broadcast_to(np.arange(prior, dtype=np.int32), (R, prior))
     score = scores[:, :prior]
-    for first in range(0, S, _BLOCK):
-        block = new[:, first : first + _BLOCK]
-        count, T = index.shape[1], block.shape[1]
-        arriving = np.arange(prior + first, prior + first + T, dtype=np.int32)
-        index = np.concatenate([index, np.broadcast_to(arriving, (R, T))], axis=1)
-        score = np.concatenate([score, scores[:, arriving]], axis=1)
-        g = gumbel if gumbel is None or T == S else np.take_along_axis(gumbel, index, axis=1)
-        bad = score == -np.inf
+    block = max(1, min(_BLOCK, _LOGITS // (R * (min(prior + S, budget) + _BLOCK))))
+    for first in range(0, S, block):
+        T = min(block, S - first)
+        count, n = index.shape[1], index.shape[1] + T
+        columns = np.arange(prior + first, prior + first + T, dtype=np.int32)
+        index = np.concatenate([index, np.broadcast_to(columns, (R, T))], axis=1)
+        score = np.concatenate([score, scores[:, columns]], axis=1)
+        stored = mx.concatenate([stored, new[:, first : first + T]], axis=1)
+        logits = _block_logits(stored, T, score == -np.inf)
         if prior + first == 0:
-            score[:, :1] = np.where(bad[:, :1], -np.inf, 1.0)
-        # the only new row's own logit is not used: no copy of the stored rows to join it to them
-        rows = stored if S == 1 else mx.concatenate([stored, block], axis=1)
-        logits = _block_logits(rows, block, bad)
-        hidden = np.zeros_like(score)
-        hidden[bad] = -np.inf
-        alive = np.ones_like(bad)
+            score[:, :1] = np.where(score[:, :1] == -np.inf, -np.inf, 1.0)
+        g = gumbel if gumbel is None or T == S else np.take_along_axis(gumbel, index, axis=1)
         taus = np.asarray(temperatures[first : first + T], np.float32)
         noise = taus[0] * g if g is not None and (taus == taus[0]).all() else None
-        row_starts = np.arange(R) * index.shape[1]
+        weights = np.subtract(logits, _top(logits), order="C")
+        np.exp(weights, out=weights)
+        alive = np.ones((R, n), np.float32)
+        mass, rank, total = np.empty_like(score), np.empty_like(score), np.empty((R, 1, 1), np.float32)
+        start_of_head = np.arange(R) * n
         for i in range(T):
-            seen = index.shape[1] - T + i
-            if seen:
-                p = logits[:, i, :seen] + hidden[:, :seen]
-                p -= np.maximum(np.maximum.reduce(p, axis=1, keepdims=True), _LOWEST)
-                np.exp(p, out=p)
-                p /= np.maximum(np.add.reduce(p, axis=1, keepdims=True), 1.0)  # 0 where the query or every row is bad
-                score[:, :seen] += p
+            np.matmul(weights[i, :, None], alive[..., None], out=total)
+            if np.minimum.reduce(total, axis=None) > _SMALL:
+                np.multiply(weights[i], 1.0 / total[:, 0], out=mass)
+            else:  # no row yet, a bad key, or a freed row whose logit dwarfs those of the rows alive
+                mass = softmax(np.where(alive > 0, logits[i], -np.inf))
+            score += mass
             count += 1
             if count > budget:
-                chosen = slice(n_sink, seen + 1 - recent)
-                rank = score[:, chosen]
+                ranked = score
                 if g is not None:
-                    rank = rank + (noise[:, chosen] if noise is not None else taus[i] * g[:, chosen])
-                gone = rank.argmin(axis=1) + (row_starts + n_sink)
+                    ranked = np.add(score, noise if noise is not None else taus[i] * g, out=rank)
+                gone = ranked[:, n_sink : n - T + i + 1 - recent].argmin(axis=1) + (start_of_head + n_sink)
                 score.put(gone, np.inf)
-                hidden.put(gone, -np.inf)
-                alive.put(gone, False)
+                alive.put(gone, 0.0)
                 count -= 1
-        if first + T < S:
-            stored = rows if alive.all() else take_rows(rows, mx.array(np.nonzero(alive)[1].reshape(R, count)))
-        if count < index.shape[1]:
-            index, score = index[alive].reshape(R, count), score[alive].reshape(R, count)
+        if count < n:
+            kept = alive > 0
+            index, score = index[kept].reshape(R, count), score[kept].reshape(R, count)
+            if first + T < S:
+                stored = take_rows(stored, mx.array(np.nonzero(kept)[1].reshape(R, count)))
     return index, score
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def step_numpy(
-    stored: mx.array,
-    new: mx.array,
+def _block_logits(rows: mx.array, T: int, bad: np.ndarray) -> np.ndarray:
+    """[T, R, n]: the last T rows . rows [R, n, D] / sqrt(D); -inf for itself, later rows, and where a key is bad.
+
+    The product is MLX's: NumPy's OpenBLAS would wait for a second thread, for long where other work keeps it away.
+    """
+    n, D = rows.shape[1:]
+    keys = rows.astype(mx.float32)
+    logits = np.asarray((keys[:, n - T :] * D**-0.5) @ keys.swapaxes(1, 2)).swapaxes(0, 1)
+    np.copyto(logits[:, :, n - T :], -np.inf, where=~np.tri(T, k=-1, dtype=np.bool_)[:, None])
+    if bad.any():
+        logits[:, bad] = -np.inf
+        logits[bad[:, n - T :].T] = -np.inf
+    return logits
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def row_logits(rows: np.ndarray, key: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """out [R, n] float32 = one new key [R, D] float32 . rows [R, n, D] of `as_numpy` / sqrt(D)."""
+    R, n, D = rows.shape
+    query = key * np.float32(D**-0.5)
+    if rows.dtype == np.float32:
+        np.matmul(rows, query[..., None], out=out[..., None])
+    else:
+        wide = np.empty((n, D), np.float32)
+        for r in range(R):  # a head at a time, so that its float32 rows stay in the processor's cache
+            np.dot(as_float32(rows[r], wide), query[r], out=out[r])
+    return out
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def join_row(logits: np.ndarray, scores: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """`walk`'s scores [R, n] of the stored rows after one new row, from its `row_logits`, which this overwrites.
+
+    `start` [R] is the new row's starting score.
+    """
+    if np.minimum.reduce(scores, axis=None) == -np.inf or np.minimum.reduce(start) == -np.inf:
+        logits[(scores == -np.inf) | (start == -np.inf)[:, None]] = -np.inf
+    mass = softmax(logits)
+    mass += scores
+    return mass
+
+
+def row_to_free(
     scores: np.ndarray,
     start: np.ndarray,
     n_sink: int,
     recent: int,
     noise: np.ndarray | None = None,
     new_noise: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """`walk_numpy` for one row that joins n = budget others, which is decoding: few passes over them, no copies.
+) -> np.ndarray:
+    """`walk`'s decision over n = budget stored rows and one new row, the last: index [R] of the one that goes.
 
     Args:
-        stored, new: [R, n, D] and [R, 1, D].
-        scores, start: [R, n] float32, and [R] starting scores of the new row.
-        noise, new_noise: tau * g of the rows, [R, n], and of the new one, [R].
-
-    Returns:
-        index [R] of the row that goes, n for the new one, and the new scores of the n stored rows.
+        scores, start: [R, n] and [R], of the stored rows and the new one.
+        noise, new_noise: tau * g of both, or None.
     """
     n = scores.shape[1]
-    logits = _block_logits(stored, new, np.concatenate([scores, start[:, None]], axis=1) == -np.inf)[:, 0]
-    p = logits - np.maximum(logits.max(axis=1, keepdims=True), _LOWEST)
-    np.exp(p, out=p)
-    p /= np.maximum(p.sum(axis=1, keepdims=True), 1.0)
-    p += scores
     chosen = slice(n_sink, min(n, n + 1 - recent))
-    rank = p[:, chosen] if noise is None else p[:, chosen] + noise[:, chosen]
+    rank = scores[:, chosen] if noise is None else scores[:, chosen] + noise[:, chosen]
     gone = rank.argmin(axis=1)
-    if recent == 0:
-        new_rank = start if new_noise is None else start + new_noise
-        return np.where(new_rank < rank[np.arange(len(gone)), gone], n, gone + n_sink), p
-    return gone + n_sink, p
+    if recent > 0:
+        return gone + n_sink
+    new_rank = start if new_noise is None else start + new_noise
+    return np.where(new_rank < rank[np.arange(len(gone)), gone], n, gone + n_sink)
 
 
-def _block_logits(rows: mx.array, block: mx.array, bad: np.ndarray) -> np.ndarray:
-    """[R, T, n]: block [R, T, D] . rows [R, n, D] / sqrt(D); -inf where either key is bad, never NaN or +inf.
-
-    `bad` marks the columns, rows first; its last T are the block's.
-    """
-    T, n = block.shape[1], rows.shape[1]
-    q, k = block.astype(mx.float32) * block.shape[2] ** -0.5, rows.astype(mx.float32)
-    product = (k @ q.swapaxes(1, 2)).swapaxes(1, 2) if T == 1 else q @ k.swapaxes(1, 2)
-    logits = np.asarray(product)
-    if bad.any():
-        logits = np.where(bad[:, None, :n] | bad[:, -T:, None], np.float32(-np.inf), logits)
-    if not logits.max(initial=-np.inf) < np.inf:  # finite keys whose product is not
-        np.nan_to_num(logits, copy=False, nan=-np.inf, posinf=-_LOWEST, neginf=-np.inf)
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Softmax over the last axis, in place; all 0 where every logit is -inf."""
+    logits -= _top(logits)
+    np.exp(logits, out=logits)
+    logits *= 1.0 / np.maximum(np.add.reduce(logits, axis=-1, keepdims=True), 1.0)
     return logits
+
+
+def _top(logits: np.ndarray) -> np.ndarray:
+    """The largest over the last axis, a number always; NaN and +inf in `logits`, of finite keys too large, go first."""
+    top = np.maximum.reduce(logits, axis=-1, keepdims=True)
+    if not np.maximum.reduce(top, axis=None) < np.inf:
+        np.nan_to_num(logits, copy=False, nan=-np.inf, posinf=-_LOWEST, neginf=-np.inf)
+        top = np.maximum.reduce(logits, axis=-1, keepdims=True)
+    return np.maximum(top, _LOWEST)
+
+
+def as_numpy(a: mx.array) -> np.ndarray:
+    """The memory of an array on a CPU, not a copy; bfloat16, which NumPy lacks, as its bits in uint16."""
+    return np.asarray(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a)
+
+
+def as_float32(a: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """Numbers of `as_numpy` as float32, into `out` where it is given and `a` is not float32 already."""
+    if a.dtype == np.float32:
+        return a
+    if out is None:
+        out = np.empty(a.shape, np.float32)
+    if a.dtype == np.uint16:
+        np.left_shift(a, 16, out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        out[...] = a
+    return out
 
 
 def take_rows(a: mx.array, index: mx.array) -> mx.array:

@@ -14,6 +14,11 @@ Keys come in rotated at their true position. Two ways to go on from there:
   last rounding; that form travels with the returned keys (`RotatedKeys`).
 - "original": survivors keep their arrival position and rotation. The fast way, with one matrix product per block.
 
+On a CPU a one-token update in "original" mode writes one row and copies none: rows lie in a log in order of arrival,
+which the states that follow one another share, and the keys and values of a state are gathered from it when they are
+first used (`LoggedRows`). The log has an eighth more rows than the state that began it; when it is full, and when a
+state is updated a second time, the rows move to a new one. What a state holds never changes, in any thread.
+
 Unlike the documentation, keys and values keep their dtype instead of becoming float16, and the sizes of keys and values
 may differ. A key with a NaN or an infinity gives and takes no mass and has score -inf: it goes before any other
 unprotected row.
@@ -22,19 +27,32 @@ unprotected row.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partialmethod
+from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from . import noise
-from .eviction import evict_row, on_cpu, step_numpy, take_rows, walk_mlx, walk_numpy
+from .eviction import (
+    as_float32,
+    as_numpy,
+    evict_row,
+    join_row,
+    on_cpu,
+    row_logits,
+    row_to_free,
+    take_rows,
+    walk_mlx,
+    walk_numpy,
+)
 from .policies import KeyformerProxy, check_integer
 from .rope import check_base, rotate, turns, wavelengths
 
 PositionMode = Literal["contiguous", "original"]
 _NOISE_BLOCK = 256
+_SPARE = 16  # least free rows of a new log
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +110,7 @@ class RotatedKeys(mx.array):
     """Keys in "contiguous" mode, with the float32 rows before rotation that they were turned from.
 
     An ordinary array to every operation; what an operation returns is a plain array, and an update that is given one
-    un-rotates the rows it sees.
+    un-rotates the rows it sees. Changes in place are refused.
     """
 
     unrotated: mx.array  # the shape of the keys, float32
@@ -107,8 +125,77 @@ class RotatedKeys(mx.array):
     def __deepcopy__(self, memo: Any) -> "RotatedKeys":
         return RotatedKeys(self, self.unrotated)
 
-    def __setitem__(self, where: Any, rows: Any) -> None:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RotatedKeys, (mx.array(self), self.unrotated)
+
+    def _change(self, method: str, *arguments: Any) -> Any:
         raise TypeError("RotatedKeys: assigning rows would leave their un-rotated form behind; use mx.array(keys).")
+
+
+class LoggedRows(mx.array):
+    """Keys or values in "original" mode on a CPU, gathered from a log of rows when they are first used.
+
+    An ordinary array to every operation; what an operation returns is a plain array, and so are copies and pickles. An
+    update that is given the keys and values of one state as they came goes on in their log. Any other array, and one
+    that was changed in place, is copied to a new log.
+    """
+
+    _slots: "_Slots | None"
+
+    def __init__(self, rows: mx.array, slots: "_Slots | None") -> None:
+        super().__init__(rows)
+        self._slots = slots
+
+    def __copy__(self) -> mx.array:
+        return mx.array(self)
+
+    def __deepcopy__(self, memo: Any) -> mx.array:
+        return mx.array(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return mx.array(self).__reduce__()
+
+    def _change(self, method: str, *arguments: Any) -> Any:
+        self._slots = None
+        return getattr(mx.array, method)(self, *arguments)
+
+
+_CHANGES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+for _change in ("__setitem__", *(f"__i{name}__" for name in _CHANGES)):
+    setattr(RotatedKeys, _change, partialmethod(RotatedKeys._change, _change))
+    setattr(LoggedRows, _change, partialmethod(LoggedRows._change, _change))
+
+
+class _Log:
+    """Rows of R heads in order of arrival, [R, capacity, ...]: written once each, so that states can share them."""
+
+    def __init__(self, keys: mx.array, values: mx.array) -> None:
+        R, self.end = keys.shape[:2]
+        spare = max(_SPARE, self.end // 8)
+        self.capacity = self.end + spare
+        self.first = self.capacity * np.arange(R)[:, None]  # of each head, in `flat`
+        arrays = [mx.concatenate([a, mx.zeros((R, spare, a.shape[2]), a.dtype)], axis=1) for a in (keys, values)]
+        mx.eval(arrays)
+        self.memory = [as_numpy(a) for a in arrays]  # writable; MLX reads no row in it that is not written yet
+        self.flat = [a.reshape(R * self.capacity, -1) for a in arrays]
+        self.lock = Lock()
+
+    def append(self, end: int, key: np.ndarray, value: np.ndarray) -> bool:
+        """Write one row [R, D] after the first `end`, unless it is taken or there is no room."""
+        with self.lock:
+            if end != self.end or end == self.capacity:
+                return False
+            self.end += 1
+        self.memory[0][:, end], self.memory[1][:, end] = key, value
+        return True
+
+
+class _Slots(NamedTuple):
+    """Where in a log the rows of one state are: it was written up to `end`."""
+
+    log: _Log
+    index: np.ndarray  # [R, n] int64 into R * capacity
+    end: int
 
 
 class _Rule(NamedTuple):
@@ -238,19 +325,29 @@ def keyformer_update(state: KeyformerState, new_keys: mx.array, new_values: mx.a
     )
     if isinstance(state.keys, RotatedKeys):
         rows = rows._replace(unrotated=state.keys.unrotated[None])
-    rows, _ = _insert(rows, new_keys[None], new_values[None], _Rule.of(state), state.next_pos, state.pos, [state.seed])
-    keys = rows.keys[0] if rows.unrotated is None else RotatedKeys(rows.keys[0], rows.unrotated[0])
+    if isinstance(state.keys, LoggedRows) and isinstance(state.values, LoggedRows):
+        logged = (LoggedRows(a[None], a._slots) for a in (state.keys, state.values))
+        rows = rows._replace(keys=next(logged), values=next(logged))
+    old = rows
+    rows, _ = _insert(old, new_keys[None], new_values[None], _Rule.of(state), state.next_pos, state.pos, [state.seed])
     S = new_keys.shape[0]
+    keys = state.keys if rows.keys is old.keys else _first_head(rows.keys)
+    if rows.unrotated is not None:
+        keys = RotatedKeys(rows.keys[0], rows.unrotated[0])
     return replace(
         state,
         keys=keys,
-        values=rows.values[0],
+        values=state.values if rows.values is old.values else _first_head(rows.values),
         scores=rows.scores[0],
         gumbel=rows.gumbel[0],
         positions=rows.positions[0],
         next_pos=state.next_pos + S,
         pos=state.pos + S,
     )
+
+
+def _first_head(a: mx.array) -> mx.array:
+    return LoggedRows(a[0], a._slots) if isinstance(a, LoggedRows) else a[0]
 
 
 def keyformer_update_batched(
@@ -434,9 +531,12 @@ def _insert(
         n = rows.keys.shape[1]
         return rows, mx.broadcast_to(mx.arange(n, dtype=mx.int32), (R, n))
     gumbel = _gumbel(tuple(seeds), pos, S)
-    positions = np.broadcast_to(np.arange(next_pos, next_pos + S, dtype=np.int32), (R, S))
+    positions = np.empty((R, S), np.int32)
+    positions[:] = np.arange(next_pos, next_pos + S)
     taus = rule.temperatures(pos, S)
     if rule.position_mode == "original" and on_cpu():
+        if S == 1 and rows.keys.shape[1] > 0:
+            return _insert_row(rows, new_keys, new_values, gumbel, positions, rule, taus[0])
         rows, index = _insert_numpy(rows, new_keys, new_values, gumbel, positions, rule, taus)
     else:
         scores = mx.where(mx.all(mx.isfinite(new_keys), axis=-1), 0.0, -mx.inf)
@@ -457,28 +557,82 @@ def _insert_numpy(
     taus: Sequence[float],
 ) -> tuple[_Rows, mx.array]:
     """`_insert` for "original" on a CPU, all but keys and values in NumPy: each wait for MLX costs time."""
-    S, n = gumbel.shape[1], rows.keys.shape[1]
-    keys = new_keys.astype(mx.float32) if new_keys.dtype == mx.bfloat16 else new_keys  # NumPy has no bfloat16
-    scores = np.where(np.isfinite(np.asarray(keys)).all(axis=-1), np.float32(0.0), np.float32(-np.inf))
+    new = (_starting_scores(as_float32(as_numpy(new_keys))), gumbel, positions)
+    joined = [np.concatenate([np.asarray(a), b], axis=1) for a, b in zip(rows[2:5], new, strict=True)]
+    frozen = joined[1] if any(taus) else None
     limits = (rule.budget, rule.n_sink, rule.recent)
-    old = [np.asarray(a) for a in rows[2:5]]
-    if S == 1 and n == rule.budget:
-        tau = np.float32(taus[0])
-        noisy = (old[1] * tau if tau != 1 else old[1], gumbel[:, 0] * tau) if tau else ()
-        gone, old[0] = step_numpy(rows.keys, new_keys, old[0], scores[:, 0], *limits[1:], *noisy)
-        column = np.broadcast_to(np.arange(n, dtype=np.int32), old[0].shape)
-        if (gone == n).all():
-            return rows._replace(scores=mx.array(old[0])), mx.array(column)
-        kept = column + (column >= gone[:, None])
-        joined = [np.concatenate(pair, axis=1) for pair in zip(old, (scores, gumbel, positions), strict=True)]
-        scores = _rows_of(joined[0], kept)
-    else:
-        joined = [np.concatenate(pair, axis=1) for pair in zip(old, (scores, gumbel, positions), strict=True)]
-        frozen = joined[1] if any(taus) else None
-        kept, scores = walk_numpy(rows.keys, new_keys, joined[0], *limits, frozen, taus)
+    kept, scores = walk_numpy(rows.keys, new_keys, joined[0], *limits, frozen, taus)
     index = mx.array(kept)
     small = (mx.array(a) for a in (scores, _rows_of(joined[1], kept), _rows_of(joined[2], kept)))
     return _Rows(_take(rows.keys, new_keys, index), _take(rows.values, new_values, index), *small), index
+
+
+def _insert_row(
+    rows: _Rows,
+    new_keys: mx.array,
+    new_values: mx.array,
+    gumbel: np.ndarray,
+    positions: np.ndarray,
+    rule: _Rule,
+    tau: float,
+) -> tuple[_Rows, mx.array]:
+    """`_insert_numpy` for one row, which is decoding: stored keys are read once, and no stored row is copied."""
+    R, n, _ = rows.keys.shape
+    scores, noise, came = (np.asarray(a) for a in rows[2:5])
+    key = as_float32(as_numpy(new_keys))[:, 0]
+    start = _starting_scores(key)
+    slots = _slots(rows)
+    if slots is None:
+        logits = row_logits(as_numpy(rows.keys), key, np.empty((R, n), np.float32))
+    else:
+        logits = np.empty((R, slots.log.capacity), np.float32)
+        row_logits(slots.log.memory[0][:, : slots.end], key, logits[:, : slots.end])
+        logits = logits.take(slots.index)
+    scores = join_row(logits, scores, start)
+    gone = None
+    if n == rule.budget:
+        scaled = (noise, gumbel[:, 0]) if tau == 1 else (noise * np.float32(tau), gumbel[:, 0] * np.float32(tau))
+        gone = row_to_free(scores, start, rule.n_sink, rule.recent, *(scaled if tau else ()))
+    column = mx.arange(n + 1 if gone is None else n, dtype=mx.int32)
+    where = mx.zeros((R, 1), mx.int32) if gone is None else column >= mx.array(gone)[:, None]
+    kept = column + where  # evaluated only for those who ask for it
+    if gone is not None and (gone == n).all():
+        return rows._replace(scores=mx.array(scores)), kept
+    arrived = as_numpy(new_keys)[:, 0], as_numpy(new_values)[:, 0]
+    if slots is None or not slots.log.append(slots.end, *arrived):
+        log = _Log(rows.keys, rows.values)
+        log.append(n, *arrived)
+        slots = _Slots(log, log.first + np.arange(n), n)
+    log, index, end = slots
+    at = mx.array(_joined(index, log.first + end, gone))
+    slots = _Slots(log, np.asarray(at), end + 1)
+    keys, values = (LoggedRows(mx.take(a, at, axis=0), slots) for a in log.flat)
+    pairs = ((scores, start[:, None]), (noise, gumbel), (came, positions))
+    return _Rows(keys, values, *(mx.array(_joined(*pair, gone)) for pair in pairs)), kept
+
+
+def _starting_scores(keys: np.ndarray) -> np.ndarray:
+    """0 for each row of [..., D] float32, -inf for a bad one."""
+    return np.where(np.isfinite(keys).all(axis=-1), np.float32(0.0), np.float32(-np.inf))
+
+
+def _joined(old: np.ndarray, new: np.ndarray, gone: np.ndarray | None) -> np.ndarray:
+    """old [R, n] with new [R, 1] after it, but for the column `gone` [R] of each row, n being the new one."""
+    if gone is None:
+        return np.concatenate([old, new], axis=1)
+    out = old.copy()
+    for row, at in enumerate(gone.tolist()):
+        if at < old.shape[1]:
+            out[row, at:-1] = old[row, at + 1 :]
+            out[row, -1] = new[row, 0]
+    return out
+
+
+def _slots(rows: _Rows) -> _Slots | None:
+    """Where in a log the keys and values are that one update returned."""
+    if isinstance(rows.keys, LoggedRows) and isinstance(rows.values, LoggedRows):
+        return rows.keys._slots if rows.keys._slots is rows.values._slots else None
+    return None
 
 
 def _rows_of(a: np.ndarray, index: np.ndarray) -> np.ndarray:
