@@ -3,6 +3,7 @@
 import importlib
 import logging
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -80,7 +81,7 @@ def _planned(
         if positions == "contiguous":
             _refuse_by_name(model, PLACED_ELSEWHERE, "numbered anew", "use positions='original'")
             places = [place for place, cache in enumerate(_default_cache(model)) for _ in leaves([cache])]
-            ropes = read_ropes(model, [places[layer] for layer in layers])
+            ropes = _once(model, "ropes", lambda: read_ropes(model, [places[layer] for layer in layers]))
     budgets: list[int | None] = [budget] * len(layers)
     if policy.evicts and budget is not None:
         budgets = list(_allocate(allocate, budget, len(layers), policy))
@@ -104,6 +105,18 @@ def _planned(
 def cache_counts(caches: Sequence[Any]) -> dict[str, int]:
     """How many layers have a cache of each class, by class name: which of them evict, and which stay mlx-lm's own."""
     return dict(Counter(type(c).__name__ for c in leaves(caches)))
+
+
+_findings: dict[tuple[int, str], Any] = {}
+
+
+def _once(model: nn.Module, name: str, find: Callable[[], Any]) -> Any:
+    """What `find` says of this model, asked once as long as the model lives."""
+    key = id(model), name
+    if key not in _findings:
+        _findings[key] = find()
+        weakref.finalize(model, _findings.pop, key, None)
+    return _findings[key]
 
 
 class _CacheMaker:
@@ -227,7 +240,7 @@ def _evicting_layers(model: nn.Module, needed: bool) -> dict[int, int]:
         raise ValueError(
             f"{name}: expected a model with global-attention KVCache layers, got {kinds}: there is nothing to evict."
         )
-    readers = _readers(model, plain)
+    readers = _once(model, "readers", lambda: _readers(model, plain))
     unseen = [layer for layer in plain if not readers[layer]]
     if unseen and needed:
         works = ", ".join(sorted(n for n, p in POLICIES.items() if p.attention != "query"))
