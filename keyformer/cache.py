@@ -118,6 +118,7 @@ class KeyformerKVCache(_BaseCache):
         self._unseen = 0  # new rows whose attention nobody has shown us yet
         self._asked: list[_Asked] = []  # by the layers that have read this call's rows, while more will
         self._read: tuple[mx.array, mx.array] | None = None  # what this call returned, where eviction would change it
+        self._returned = 0  # rows this call's attention reads
         self._unfit = False  # uneven: nobody has asked for this call's mask yet
         self._touched = False  # something was scored or evicted
         self._shifted = False  # some row's number is no longer that of its arrival
@@ -206,7 +207,7 @@ class KeyformerKVCache(_BaseCache):
         if not self.uneven:
             return mask
         if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
-            if mask.shape[-1] == max(self._rows):
+            if mask.shape[-1] == self._returned:
                 return mask
             raise ValueError(
                 "allocate: this model's masks carry logits (multi-head latent attention) and fit equal budgets only; "
@@ -217,7 +218,7 @@ class KeyformerKVCache(_BaseCache):
     def _own_mask(self, N: int, return_array: bool) -> Any:
         """The mask of the call whose rows are stored already."""
         if return_array and N > 1:
-            return create_causal_mask(N, offset=self._rows[0] - N)
+            return create_causal_mask(N, offset=self._returned - N)
         return "causal" if N > 1 else None
 
     def is_trimmable(self) -> bool:
@@ -314,8 +315,8 @@ class KeyformerKVCache(_BaseCache):
         return k, v
 
     def _for_readers(self, keys: mx.array, values: mx.array) -> None:
-        """Keep what this call returns for layers that ask for it once rows may have gone."""
-        self._asked = []
+        """What this call returns, for those who ask once rows may have gone."""
+        self._asked, self._returned = [], keys.shape[2]
         changes = self._in_prompt or self.rope is not None
         self._read = (keys, values) if self.readers > 1 and changes else None
 
@@ -365,13 +366,11 @@ class KeyformerKVCache(_BaseCache):
         Returns:
             Arrays to evaluate together with the attention's output.
         """
-        if not self._unseen:
-            return []
         self._asked.append(_Asked(queries, scale, mask, sinks, soft_cap))
         if len(self._asked) < self.readers:
             return []
-        asked, self._asked = _one_layer(self._asked, keys.shape[1]), []
-        return self._score(keys, asked)
+        asked, self._asked = self._asked, []
+        return self._score(keys, _one_layer(asked, keys.shape[1])) if self._unseen else []
 
     def _score(self, keys: mx.array, asked: _Asked) -> list[mx.array]:
         self._unseen = 0
