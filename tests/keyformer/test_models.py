@@ -25,7 +25,7 @@ from small import kept_positions
 from tiny_models import FAMILIES, SIZES, UNEVICTABLE, VOCABULARY, WITHOUT_ROWS, build
 
 import keyformer.hook
-from keyformer import H2O, Full, KeyformerKVCache, Window, attached, make_prompt_cache
+from keyformer import H2O, Full, KeyformerKVCache, KeyformerProxy, Policy, Window, attached, make_prompt_cache
 from keyformer.attention import REPLACEMENTS
 from keyformer.hook import leaves
 
@@ -261,6 +261,21 @@ def test_layers_of_other_budgets_in_a_prompt_that_evicts_after_every_chunk(name:
     sizes = [c.size() for c in ours(caches).values()]
     assert sizes == [c.budget for c in ours(caches).values()]
     assert len(set(sizes)) == layers
+
+
+@pytest.mark.parametrize("policy", [H2O(), Window(), KeyformerProxy(n_sink=0)], ids=lambda p: p.name)
+@pytest.mark.parametrize("name", [*SHARED_MASK, "gemma3n", "gemma4_text", "iquestloopcoder"])
+def test_masks_made_for_every_layer_are_those_they_stand_in_for(name: str, policy: Policy) -> None:
+    """With equal budgets both ways must agree, also where rows go before attention asks for its mask."""
+    model, logits = build(name), []
+    for uneven in (False, True):
+        caches = make_prompt_cache(model, policy, BUDGET, "chunked")
+        for c in ours(caches).values():
+            c.uneven = uneven
+        with attached(model, policy, BUDGET):
+            logits.append(prefill(model, caches, text(PROMPT), 5) + decode(model, caches, text(4, 1)))
+    for a, b in zip(*logits, strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4_text", "iquestloopcoder"])
