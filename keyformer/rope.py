@@ -74,8 +74,8 @@ class Rope:
         else:
             a, b = x[..., :half], x[..., half : 2 * half]
         a, b = _turn_pairs(
-            a.astype(mx.float32),
-            b.astype(mx.float32),
+            a,
+            b,
             low[..., :half],
             low[..., half:],
             high[..., :half],
@@ -124,6 +124,7 @@ def _turn_pairs(
     high_sin: mx.array,
     sense: mx.array,
 ) -> tuple[mx.array, mx.array]:
+    """Pairs by the angle sum; the tables' float32 makes everything float32."""
     cos = low_cos * high_cos - low_sin * high_sin
     sin = (low_sin * high_cos + low_cos * high_sin) * sense
     return a * cos - b * sin, a * sin + b * cos
@@ -174,8 +175,8 @@ def read_ropes(model: nn.Module, layers: Sequence[int]) -> list[Rope]:
             else:
                 got = f"a rotary module that cannot be read ({', '.join(unreadable)})"
             raise ValueError(
-                f"{name}, layer {layers[i]}: expected stored keys turned by one of the model's {len(candidates) - 1} "
-                f"rotary modules that can be read, or not at all, got {got}; use positions='original'."
+                f"{name}, layer {layers[i]}: expected stored keys that turn as one of the model's rotary modules does, "
+                f"or not at all, got {got}; use positions='original'."
             )
     for layer, ropes in zip(layers, left, strict=True):
         if len(ropes) > 1:

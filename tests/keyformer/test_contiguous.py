@@ -19,7 +19,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
-from small import KINDS, Stream, a_policy, feed, kept_positions, step, tiny_llama, tokens
+from small import KINDS, Stream, a_policy, feed, kept_positions, kept_scores, step, tiny_llama, tokens
 from test_rope import GPT2, MINICPM3, MLA, SCALED, tiny, turned
 
 from keyformer import H2O, Full, KeyformerKVCache, Policy, Streaming, attached, make_prompt_cache
@@ -153,6 +153,9 @@ class Line:
         if self.exact.gap < 1e-6:
             reject()  # float32 may decide otherwise
         assert kept_positions(cache, b) == [[r.arrival for r in rows] for rows in self.exact.heads]
+        if self.exact.kind != "streaming":
+            exact = [[r.score for r in rows] for rows in self.exact.heads]
+            np.testing.assert_allclose(kept_scores(cache, b), exact, rtol=1e-5, atol=1e-5)
         assert cache.sizes()[b] == len(self.exact.heads[0])
 
 

@@ -15,6 +15,7 @@ import state_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import llama
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 from small import randomize, tiny_llama, tokens
 
@@ -480,6 +481,43 @@ def with_scaled_keys() -> Any:
     return tiny("hunyuan_v1_dense", rope_scaling=scaling, use_qk_norm=True)
 
 
+class Noted(nn.Module):
+    """The first module of the model: where it turned last, the others read."""
+
+    at = 0
+
+    def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
+        Noted.at = offset
+        return nn.RoPE(16)(x, offset=offset)
+
+
+class Follower(nn.Module):
+    def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
+        return nn.RoPE(16)(x, offset=Noted.at)
+
+
+def placed_by_the_first_cache() -> Any:
+    """Right only while all caches are as far as the first."""
+    model = tiny("llama")
+    model.layers[0].self_attn.rope, model.layers[1].self_attn.rope = Noted(), Follower()
+    return model
+
+
+class TurnedValues(llama.Attention):
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        store, turn = cache.update_and_fetch, self.rope
+        cache.update_and_fetch = lambda k, v: store(k, turn(v, offset=cache.offset))
+        return super().__call__(x, mask, cache)
+
+
+def with_turned_values() -> Any:
+    model = tiny("llama")
+    weights = model.layers[0].self_attn.parameters()
+    model.layers[0].self_attn = TurnedValues(model.args)
+    model.layers[0].self_attn.update(weights)
+    return model
+
+
 def without_keys() -> Any:
     model = tiny("llama")
     model.layers[0].self_attn.k_proj.weight *= 0
@@ -498,9 +536,21 @@ def without_keys() -> Any:
         ),
         (with_own_rope, r"llama, layer 2: .*cannot be read \(Backwards\)"),
         (with_scaled_keys, r"hunyuan_v1_dense, layer 0: .*got keys or values that depend on"),
+        (with_turned_values, r"llama, layer 0: .*got keys or values that depend on"),
+        (placed_by_the_first_cache, r"llama, layer 1: .*got keys or values that depend on"),
         (without_keys, r"layer 0: .*which of 2 rotary embeddings"),
     ],
-    ids=["MLA", "MLA with whole keys", "learned", "dynamic NTK", "unknown class", "scaled after", "no keys"],
+    ids=[
+        "MLA",
+        "MLA with whole keys",
+        "learned",
+        "dynamic NTK",
+        "unknown class",
+        "scaled",
+        "values",
+        "first",
+        "no keys",
+    ],
 )
 def test_what_cannot_be_read_is_refused_by_name(build: Any, message: str) -> None:
     model = build()
