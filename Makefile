@@ -7,9 +7,10 @@ export PYTHON
 
 python := .venv/bin/python
 ready := .venv/ready
+modules := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard keyformer/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep stop ui report test test-browser lint lock moved
+.PHONY: help setup sweep stop ui report test test-browser lint docs lock moved
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s%s\n", $$1, $$2}' Makefile
@@ -41,6 +42,10 @@ lint: $(ready)  ## ruff (rules and format) and mypy
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check .
 	@$(python) -m mypy
+
+docs: $(ready)  ## the library's API from its docstrings, as pages in outputs/docs
+	@$(python) -W error::UserWarning -m pdoc -d google -o outputs/docs keyformer $(modules)  # pdoc warns of what fails
+	@echo outputs/docs/keyformer.html
 
 lock: $(ready)  ## resolve pyproject.toml again into requirements.lock
 	@.venv/bin/uv pip compile pyproject.toml --quiet --all-extras --universal --python-version 3.11 --generate-hashes \

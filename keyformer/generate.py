@@ -21,7 +21,7 @@ from mlx_lm.sample_utils import make_sampler
 from . import command
 from .cache import KeyformerKVCache
 from .command import EVICTION_OPTIONS, Eviction
-from .hook import attached, cache_counts, make_prompt_cache
+from .hook import _ours, attached, cache_counts, make_prompt_cache
 
 _PROGRAM = "keyformer.generate"
 _METADATA = "keyformer"  # where a cache file says which model and options it was made with
@@ -107,21 +107,27 @@ def _generate(options: argparse.Namespace) -> None:
     if file is not None:
         kept = {name: getattr(made_with, name) for name in EVICTION_OPTIONS}
         metadata = {_METADATA: json.dumps({"model": options.model, "prompt_tokens": base, "seen": seen} | kept)}
-        save_prompt_cache(str(file), caches, metadata)
+        try:
+            save_prompt_cache(str(file), caches, metadata)
+        except RuntimeError as error:
+            raise ValueError(
+                f"--prompt-cache-file: expected a file that can be written, got {file} ({error})."
+            ) from error
 
 
 def _figures(response: Any, policy: str, caches: list[Any], seen: int) -> list[tuple[str, str]]:
-    ours = [c for c in caches if isinstance(c, KeyformerKVCache)]
+    ours = _ours(caches)
     rows = [c.size() for c in ours]
     each = f"{rows[0]} of {seen} in every KV head"
     if len(set(rows)) > 1:
         each = f"{min(rows)} to {max(rows)} of {seen} per KV head, layer by layer: {' '.join(map(str, rows))}"
     kept, full = sum(r * c.row_bytes for r, c in zip(rows, ours, strict=True)), sum(seen * c.row_bytes for c in ours)
     counts = cache_counts(caches)
-    evicting = counts.pop(KeyformerKVCache.__name__)
-    layers = f"{evicting} of {len(caches)} {'evict' if ours[0].policy.evicts else 'could evict'}"
-    if counts:
-        layers += "; the others keep mlx-lm's own: " + ", ".join(f"{n} {name}" for name, n in counts.items())
+    evicting = counts[KeyformerKVCache.__name__]
+    layers = f"{evicting} of {sum(counts.values())} {'evict' if ours[0].policy.evicts else 'could evict'}"
+    others = [f"{n} {name}" for name, n in counts.items() if name != KeyformerKVCache.__name__]
+    if others:
+        layers += f"; the others keep mlx-lm's own: {', '.join(others)}"
     return [
         ("prompt", f"{response.prompt_tokens} tokens, {response.prompt_tps:.1f} tokens/s"),
         ("generation", f"{response.generation_tokens} tokens, {response.generation_tps:.1f} tokens/s"),

@@ -25,7 +25,7 @@ import numpy as np
 from . import command
 from .cache import KeyformerKVCache
 from .command import Eviction
-from .hook import attached, make_prompt_cache
+from .hook import _ours, attached, make_prompt_cache
 from .picture import Panel, draw
 
 _PROGRAM = "keyformer.inspect"
@@ -128,15 +128,15 @@ def watch(model: nn.Module, prompt: list[int], eviction: dict[str, Any], more: i
         ValueError: as `make_prompt_cache` and `attached`.
     """
     caches = make_prompt_cache(model, **eviction)
-    ours = {layer: c for layer, c in enumerate(caches) if isinstance(c, KeyformerKVCache)}
+    ours = _ours(caches)
     tokens, moments = list(prompt), []
     with attached(model, **eviction):
-        for cache in ours.values():
+        for cache in ours:
             cache.begin_prefill()
         for first in range(0, len(prompt) - 1, step):
             model(mx.array([prompt[first : min(first + step, len(prompt) - 1)]]), cache=caches)
             mx.eval([c.state for c in caches])
-        for cache in ours.values():
+        for cache in ours:
             cache.end_prefill()
         logits = model(mx.array([prompt[-1:]]), cache=caches)
         mx.eval(logits)
@@ -147,12 +147,12 @@ def watch(model: nn.Module, prompt: list[int], eviction: dict[str, Any], more: i
             mx.eval(logits)
         if more:
             moments.append(_moment(f"after {more} more token{'s' * (more > 1)}", len(tokens), ours))
-    return Kept(tokens, len(prompt), list(ours), moments, [c.row_bytes for c in ours.values()])
+    return Kept(tokens, len(prompt), [c.layer for c in ours], moments, [c.row_bytes for c in ours])
 
 
-def _moment(title: str, seen: int, caches: dict[int, KeyformerKVCache]) -> Moment:
-    kept = [np.array(c.kept()).tolist() for c in caches.values()]
-    scores = [np.array(c.ranks()).tolist() for c in caches.values()]
+def _moment(title: str, seen: int, caches: list[KeyformerKVCache]) -> Moment:
+    kept = [np.array(c.kept()).tolist() for c in caches]
+    scores = [np.array(c.ranks()).tolist() for c in caches]
     return Moment(title, seen, kept, scores)
 
 
