@@ -365,7 +365,7 @@ def make_policy(name: str, **choices: object) -> Policy:
     """
     if name not in POLICIES:
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {name!r}.")
-    known = POLICIES[name].__dataclass_fields__
+    known = [field.name for field in fields(POLICIES[name])]
     unknown = sorted(set(choices) - set(known))
     if unknown:
         raise ValueError(f"policy {name}: unknown choice {', '.join(unknown)}; expected some of {', '.join(known)}.")
