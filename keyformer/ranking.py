@@ -41,7 +41,7 @@ def rank_rows(
     """
     bad = scores == -mx.inf
     if policy.attention == "norm":
-        rank = mx.where(bad, -mx.inf, -_length(keys, stored & ~bad)[1][..., 0])
+        rank = mx.where(stored & ~bad, -_length(keys.astype(mx.float32)), -mx.inf)
     elif policy.attention == "difference":
         rank = mx.where(bad, -mx.inf, -_cosine(keys, stored & ~bad))
     elif policy.attention == "none":
@@ -87,23 +87,17 @@ def _pooled(scores: mx.array, positions: mx.array, usable: mx.array, width: int)
     return mx.take_along_axis(total / mx.maximum(count, 1.0), back, axis=-1)
 
 
-def _length(keys: mx.array, usable: mx.array) -> tuple[mx.array, mx.array]:
-    """Directions [B, H, n, D] (0 for a key of zeros) and lengths [B, H, n, 1] of the usable keys, float32.
-
-    Components are divided by the largest one first: the square of a bfloat16 number may leave float32.
-    """
-    keys = mx.where(usable[..., None], keys.astype(mx.float32), 0.0)
-    largest = mx.maximum(mx.abs(keys).max(axis=-1, keepdims=True), mx.finfo(mx.float32).smallest_normal)
-    keys = keys / largest
-    length = mx.sqrt((keys * keys).sum(axis=-1, keepdims=True))
-    return keys / mx.maximum(length, 1.0), length * largest
+def _length(keys: mx.array) -> mx.array:
+    """[B, H, n]: Euclidean norm of float32 keys; infinite beyond 1e19, whose square leaves float32."""
+    return mx.sqrt((keys * keys).sum(axis=-1))
 
 
 def _cosine(keys: mx.array, usable: mx.array) -> mx.array:
-    """[B, H, n]: cosine of each usable key with the mean of their directions; 0 where one of the two is 0."""
-    directions, _ = _length(keys, usable)
-    count = mx.maximum(usable.astype(mx.float32).sum(axis=-1), 1.0)
-    mean = directions.sum(axis=2) / count[..., None]
-    length = mx.sqrt((mean * mean).sum(axis=-1, keepdims=True))
-    mean = mx.where(length > 0, mean / mx.where(length > 0, length, 1.0), 0.0)
-    return (directions @ mean[..., None])[..., 0]
+    """[B, H, n]: cosine of each usable key with the mean of their directions; 0 where one of the two has none."""
+    keys = mx.where(usable[..., None], keys.astype(mx.float32), 0.0)
+    length = _length(keys)
+    inverse = mx.where(length > 0, 1 / length, 0.0)
+    mean = (inverse[..., None, :] @ keys)[..., 0, :]  # the sum points where the mean does
+    size = _length(mean)[..., None]
+    mean = mx.where(size > 0, mean / size, 0.0)
+    return (keys @ mean[..., None])[..., 0] * inverse

@@ -160,15 +160,26 @@ def test_worked_example_of_the_difference() -> None:
     assert ranked(Policy(attention="difference"), rows, 3) == {0: 0.0, 1: 0.0, 2: 0.0}
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e30, 3e38])
+@pytest.mark.parametrize("size", [1e-30, 1e-15, 1e15, 1e30, 3e38])
 @pytest.mark.parametrize("attention", ["norm", "difference"])
-def test_keys_whose_squares_leave_float32(attention: Any, size: float) -> None:
-    rows = {0: (0.0, [size, 0.0]), 1: (0.0, [0.0, size / 2]), 2: (0.0, [size / 4, size / 4])}
-    got = ranked(Policy(attention=attention), rows, 3)
-    if attention == "norm":
-        assert got == pytest.approx({0: -size, 1: -size / 2, 2: -size * 2**0.5 / 4}, rel=1e-6)
+def test_keys_of_any_size_have_a_rank(attention: Any, size: float) -> None:
+    """Beyond 1e19 the square leaves float32: such a key is infinitely long and goes first, or has no direction."""
+    rows = {0: (0.0, [size, 0.0]), 1: (0.0, [0.0, size / 2]), 2: (0.0, [size / 4, size / 4]), 3: (0.0, [1.0, 0.0])}
+    got = ranked(Policy(attention=attention), rows, 4)
+    assert not any(math.isnan(rank) for rank in got.values())
+    if 1e-19 < size < 1e19:
+        if attention == "norm":
+            assert got == pytest.approx({0: -size, 1: -size / 2, 2: -size * 2**0.5 / 4, 3: -1.0}, rel=1e-6)
+        else:  # the sum of the directions is (2, 1) + (1, 1) / sqrt 2
+            x, y = 2 + 0.5**0.5, 1 + 0.5**0.5
+            length = math.hypot(x, y)
+            expected = {0: -x / length, 1: -y / length, 2: -(x + y) / 2**0.5 / length, 3: -x / length}
+            assert got == pytest.approx(expected, abs=1e-6)
+    elif attention == "norm":
+        huge = size > 1
+        assert {p: got[p] for p in (0, 1, 2)} == pytest.approx(dict.fromkeys(range(3), -math.inf if huge else 0.0))
     else:
-        assert got == pytest.approx({0: -(0.5**0.5), 1: -(0.5**0.5), 2: -1.0}, abs=1e-6)
+        assert got == pytest.approx({0: 0.0, 1: 0.0, 2: 0.0, 3: -1.0})
 
 
 def test_noise_is_added_last() -> None:
