@@ -18,7 +18,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import keyformer
-from keyformer import H2O, Full, Keyformer, KeyformerKVCache, KeyformerProxy, Policy, Window
+from keyformer import POLICIES, Full, KeyformerKVCache, Policy
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -54,7 +54,10 @@ def main() -> None:
             (f"mlx-lm RotatingKVCache, {args.budget + 1}", plain(model, batch, args.budget + 1, rotating)),
         ]
         arms += [(f"ours, full, {args.context}", ours(model, batch, args.context, Full(), None))]
-        for policy in (Window(), H2O(), Keyformer(), KeyformerProxy()):
+        for kind in POLICIES.values():
+            policy = kind()
+            if not policy.evicts:
+                continue
             arms.append((f"ours, {policy.name}, {args.budget}", ours(model, batch, args.context, policy, args.budget)))
         times = [milliseconds(model, batch, caches, args.tokens) for _, caches in arms]
         for (name, _), took in zip(arms, times, strict=True):
@@ -98,8 +101,10 @@ def ours(model: Any, batch: int, n: int, policy: Policy, budget: int | None) -> 
         for _ in range(batch):
             cache = KeyformerKVCache(policy, budget, layer)
             keys, values = rows_of(model, 1, n)
-            scores = mx.random.uniform(shape=keys.shape[:3]) if policy.attention == "query" else None
-            cache.set_prompt(keys, values, scores)
+            asked = policy.attention == "query"
+            scores = mx.random.uniform(shape=keys.shape[:3]) if asked else None
+            masses = mx.random.uniform(shape=(*keys.shape[:3], policy.window)) if policy.window else None
+            cache.set_prompt(keys, values, scores, masses)
             cache.end_prefill()
             row.append(cache)
         caches.append(row[0] if batch == 1 else KeyformerKVCache.merge(row))
