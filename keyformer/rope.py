@@ -48,7 +48,9 @@ class Rope:
         """Rows turned on by `shift` positions. Builds a graph, evaluates nothing.
 
         The angle sums of two tables (the high and the low bits of the shift) are within 2e-7 of the definition. Where a
-        shift is 0 the row comes back bit for bit; beyond 2**24 positions it comes back as NaN.
+        shift is 0 the row comes back bit for bit; beyond 2**24 positions it comes back as NaN. A row that a model
+        turned on arrival keeps the error of `mx.fast.rope`, whose angles are float32: 1e-4 of a pair's length at
+        position 4096, 1e-3 at 32768 (measured on a CPU, base 10000).
 
         Args:
             x: [..., n, D] of a floating dtype.

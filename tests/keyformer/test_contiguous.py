@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from small import KINDS, Stream, a_policy, feed, kept_positions, kept_scores, step, tiny_llama, tokens
-from test_rope import GPT2, MINICPM3, MLA, SCALED, tiny, turned
+from test_rope import FALCON_H1, GPT2, LINEAR_ATTENTION, MINICPM3, MLA, SCALED, tiny, turned
 
 from keyformer import H2O, Full, KeyformerKVCache, Policy, Streaming, attached, make_prompt_cache
+from keyformer.hook import leaves
 from keyformer.rope import Rope, wavelengths
 
 # -- the oracle --------------------------------------------------------------------------------------------------------
@@ -386,6 +387,8 @@ MODELS = {
     "backwards": lambda: tiny("talkie"),
     "layers without rotation": lambda: tiny("smollm3"),
     "sliding layers": lambda: tiny("gemma3_text", rope_local_base_freq=10000.0, rope_theta=1e6),
+    "half of the layers": lambda: tiny("qwen3_next", **LINEAR_ATTENTION),
+    "caches inside lists": lambda: tiny("falcon_h1", **FALCON_H1),
 }
 
 
@@ -394,12 +397,16 @@ MODELS = {
 def test_models_get_rows_at_their_numbers(name: str, prefill: str) -> None:
     model = MODELS[name]()
     caches = make_prompt_cache(model, H2O(n_sink=1, recent=3), 9, prefill, positions="contiguous")
-    ours = [c for c in caches if isinstance(c, KeyformerKVCache)]
-    for c in ours:
-        watch(c)
+    ours = [c for c in leaves(caches) if isinstance(c, KeyformerKVCache)]
     text = different_tokens(60)
     with attached(model):
-        feed(model, caches, text[:31], 8)
+        for c in ours:
+            watch(c)
+            c.begin_prefill()
+        for first in range(0, 31, 8):
+            mx.eval(model(text[None, first : min(first + 8, 31)], cache=caches))
+        for c in ours:
+            c.end_prefill()
         for token in text[31:].tolist():
             assert [c.offset for c in ours] == [9] * len(ours)
             step(model, caches, token)
@@ -517,6 +524,32 @@ def test_mlx_lm_generates_with_contiguous_positions() -> None:
             ours.append(int(mx.argmax(logits)))
             logits = step(model, caches, ours[-1])
     assert generated == ours
+
+
+@pytest.mark.parametrize("prefill", ["full", "chunked"])
+@pytest.mark.parametrize("rows_at_once", [2, 8])
+def test_mlx_lm_generates_batches_with_contiguous_positions(rows_at_once: int, prefill: str) -> None:
+    """Prompts of different lengths, more than fit at once: each as it goes alone, kept rows too."""
+    model, lengths, answers = tiny_llama(), (3, 40, 17, 11, 29), (9, 4, 12, 6, 2)
+    prompts = [tokens(n, seed=n).tolist() for n in lengths]
+    with attached(model, H2O(), 10, prefill, positions="contiguous"):
+        batch = BatchGenerator(
+            model, prefill_batch_size=rows_at_once, completion_batch_size=rows_at_once, prefill_step_size=8
+        )
+        found: dict[int, list[int]] = {uid: [] for uid in batch.insert(prompts, list(answers))}
+        caches: dict[int, list[KeyformerKVCache]] = {}
+        while len(caches) < len(prompts):
+            for response in batch.next()[1]:
+                found[response.uid].append(response.token)
+                if response.finish_reason is not None:
+                    caches[response.uid] = response.prompt_cache
+        batch.close()
+        for uid, prompt, count in zip(found, prompts, answers, strict=True):
+            own = model.make_cache()
+            steps = generate_step(mx.array(prompt), model, max_tokens=count, prefill_step_size=8, prompt_cache=own)
+            assert [int(t) for t, _ in steps] == found[uid]
+            assert [c.kept().tolist() for c in own] == [c.kept().tolist() for c in caches[uid]]
+            assert [c.offset for c in own] == [c.offset for c in caches[uid]]
 
 
 @pytest.mark.parametrize(

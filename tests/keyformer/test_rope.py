@@ -348,6 +348,7 @@ LINEAR_ATTENTION = {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
+FALCON_H1 = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
 # model, changes, and of each layer with a global KV cache: how many pairs turn, and which components pair
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[tuple[int, bool]]]] = {
     "llama": ("llama", {}, [(8, NEOX)] * 4),
@@ -408,7 +409,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[tuple[int, bool]]]] = {
     "qwen3_next, two of four layers have keys": ("qwen3_next", LINEAR_ATTENTION, [(4, NEOX)] * 2),
     "falcon_h1, a KV cache inside a list": (
         "falcon_h1",
-        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+        FALCON_H1,
         [(8, NEOX)] * 4,
     ),
 }
