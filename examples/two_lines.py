@@ -1,4 +1,4 @@
-"""An mlx-lm script as anybody writes it, with two lines added: however long the text, the cache holds 256 rows per head.
+"""An mlx-lm script as anybody writes it, with two lines added: the cache holds 256 rows per head, whatever is read.
 
     python examples/two_lines.py --model MODEL
 

@@ -90,4 +90,8 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything has ended, but MLX (0.32.4, CPU) may abort while it takes down the generation thread's stream.
+    os._exit(code)
