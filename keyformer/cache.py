@@ -192,6 +192,7 @@ class KeyformerKVCache(_BaseCache):
         return rank_rows(self.policy, self.layer, scores, positions, keys, stored, self._offsets[0], tau)[0]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """The mask for the next call with N tokens, as mlx-lm's caches make it; a sliding window is a ValueError."""
         if window_size is not None:
             raise ValueError(_NO_WINDOW.format(window_size))
         # Old rows come first in any order and new rows last, so "causal" aligned at the bottom right is exact.
@@ -236,6 +237,7 @@ class KeyformerKVCache(_BaseCache):
         return n
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        """Refused with a ValueError: mlx-lm calls it for kv_bits."""
         raise ValueError("KeyformerKVCache keeps the model's dtype and cannot be quantized; leave kv_bits unset.")
 
     # -- one call of the model ----------------------------------------------------------------------------------------
