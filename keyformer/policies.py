@@ -357,7 +357,7 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def make_policy(name: str, /, **choices: object) -> Policy:
+def make_policy(name: str, **choices: object) -> Policy:
     """The policy of that name with some choices changed, as a configuration file gives them.
 
     Raises:
