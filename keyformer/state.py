@@ -17,7 +17,8 @@ Keys come in rotated at their true position. Two ways to go on from there:
 On a CPU a one-token update in "original" mode writes one row and copies none: rows lie in a log in order of arrival,
 which the states that follow one another share, and the keys and values of a state are gathered from it when they are
 first used (`LoggedRows`). The log has an eighth more rows than the state that began it; when it is full, and when a
-state is updated a second time, the rows move to a new one. What a state holds never changes, in any thread.
+state is updated a second time, the rows move to a new one. What a state holds never changes. Several threads may update
+one state; as with any MLX array, `mx.eval` its arrays before another thread gets them.
 
 Unlike the documentation, keys and values keep their dtype instead of becoming float16, and the sizes of keys and values
 may differ. A key with a NaN or an infinity gives and takes no mass and has score -inf: it goes before any other
@@ -52,7 +53,7 @@ from .rope import check_base, rotate, turns, wavelengths
 
 PositionMode = Literal["contiguous", "original"]
 _NOISE_BLOCK = 256
-_SPARE = 16  # least free rows of a new log
+_LEAST_SPARE = 16  # free rows of a new log
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,8 +137,9 @@ class LoggedRows(mx.array):
     """Keys or values in "original" mode on a CPU, gathered from a log of rows when they are first used.
 
     An ordinary array to every operation; what an operation returns is a plain array, and so are copies and pickles. An
-    update that is given the keys and values of one state as they came goes on in their log. Any other array, and one
-    that was changed in place, is copied to a new log.
+    update that is given the keys and values of one state goes on in their log; one that is given any other arrays, or
+    arrays that were changed in place, copies them to a log of its own. Numbers written through NumPy's view of the
+    array are not seen by updates.
     """
 
     _slots: "_Slots | None"
@@ -153,7 +155,7 @@ class LoggedRows(mx.array):
         return mx.array(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return mx.array(self).__reduce__()
+        return mx.array, (mx.array(self),)
 
     def _change(self, method: str, *arguments: Any) -> Any:
         self._slots = None
@@ -167,34 +169,35 @@ for _change in ("__setitem__", *(f"__i{name}__" for name in _CHANGES)):
 
 
 class _Log:
-    """Rows of R heads in order of arrival, [R, capacity, ...]: written once each, so that states can share them."""
+    """Keys and values of R heads in order of arrival; each row is written once, so that states can share them."""
 
     def __init__(self, keys: mx.array, values: mx.array) -> None:
-        R, self.end = keys.shape[:2]
-        spare = max(_SPARE, self.end // 8)
+        R, self.end = keys.shape[:2]  # rows written so far, of every head
+        spare = max(_LEAST_SPARE, self.end // 8)
         self.capacity = self.end + spare
-        self.first = self.capacity * np.arange(R)[:, None]  # of each head, in `flat`
+        self.first = self.capacity * np.arange(R)[:, None]  # each head's first row in `flat`
         arrays = [mx.concatenate([a, mx.zeros((R, spare, a.shape[2]), a.dtype)], axis=1) for a in (keys, values)]
-        mx.eval(arrays)
-        self.memory = [as_numpy(a) for a in arrays]  # writable; MLX reads no row in it that is not written yet
         self.flat = [a.reshape(R * self.capacity, -1) for a in arrays]
-        self.lock = Lock()
+        mx.eval(arrays, self.flat)
+        self.memory = [as_numpy(a) for a in arrays]  # [R, capacity, ...], the memory of `flat`, written from here
+        self._lock = Lock()
 
     def append(self, end: int, key: np.ndarray, value: np.ndarray) -> bool:
-        """Write one row [R, D] after the first `end`, unless it is taken or there is no room."""
-        with self.lock:
+        """Write one row [R, D] behind the first `end`, unless another state did so or there is no room."""
+        with self._lock:
             if end != self.end or end == self.capacity:
                 return False
             self.end += 1
-        self.memory[0][:, end], self.memory[1][:, end] = key, value
+        for memory, row in zip(self.memory, (key, value), strict=True):
+            memory[:, end] = row
         return True
 
 
 class _Slots(NamedTuple):
-    """Where in a log the rows of one state are: it was written up to `end`."""
+    """The rows of one state in a log that had `end` rows."""
 
     log: _Log
-    index: np.ndarray  # [R, n] int64 into R * capacity
+    at: np.ndarray  # [R, n] int64 into `log.flat`
     end: int
 
 
@@ -320,24 +323,24 @@ def keyformer_update(state: KeyformerState, new_keys: mx.array, new_values: mx.a
     if new_keys.shape[0] == 0:
         return state
     stored = (state.keys, state.values, state.scores, state.gumbel, state.positions)
-    rows = _stored_rows(
-        [None if a is None else a[None] for a in stored], new_keys[None], new_values[None], state.budget
-    )
+    heads = [None if a is None else _in_same_log(a, a[None]) for a in stored]
+    rows = _stored_rows(heads, new_keys[None], new_values[None], state.budget)
     if isinstance(state.keys, RotatedKeys):
         rows = rows._replace(unrotated=state.keys.unrotated[None])
-    if isinstance(state.keys, LoggedRows) and isinstance(state.values, LoggedRows):
-        logged = (LoggedRows(a[None], a._slots) for a in (state.keys, state.values))
-        rows = rows._replace(keys=next(logged), values=next(logged))
-    old = rows
-    rows, _ = _insert(old, new_keys[None], new_values[None], _Rule.of(state), state.next_pos, state.pos, [state.seed])
-    S = new_keys.shape[0]
-    keys = state.keys if rows.keys is old.keys else _first_head(rows.keys)
+    seeds = [state.seed]
+    rows, _ = _insert(rows, new_keys[None], new_values[None], _Rule.of(state), state.next_pos, state.pos, seeds)
+    # rows that stayed as they were: the same array, or its indexing would grow from call to call
+    keys, values = (
+        old if new is given else _in_same_log(new, new[0])
+        for old, given, new in zip(stored[:2], heads[:2], rows[:2], strict=True)
+    )
     if rows.unrotated is not None:
         keys = RotatedKeys(rows.keys[0], rows.unrotated[0])
+    S = new_keys.shape[0]
     return replace(
         state,
         keys=keys,
-        values=state.values if rows.values is old.values else _first_head(rows.values),
+        values=values,
         scores=rows.scores[0],
         gumbel=rows.gumbel[0],
         positions=rows.positions[0],
@@ -346,8 +349,8 @@ def keyformer_update(state: KeyformerState, new_keys: mx.array, new_values: mx.a
     )
 
 
-def _first_head(a: mx.array) -> mx.array:
-    return LoggedRows(a[0], a._slots) if isinstance(a, LoggedRows) else a[0]
+def _in_same_log(a: mx.array, reshaped: mx.array) -> mx.array:
+    return LoggedRows(reshaped, a._slots) if isinstance(a, LoggedRows) else reshaped
 
 
 def keyformer_update_batched(
@@ -398,7 +401,7 @@ def keyformer_update_batched(
     rows = _stored_rows([keys, values, scores, gumbel, positions], new_keys, new_values, budget)
     if isinstance(keys, RotatedKeys):
         rows = rows._replace(unrotated=keys.unrotated)
-    rows, index = _insert(rows, new_keys, new_values, rule, next_pos, pos, seeds)
+    rows, index = _insert(rows, new_keys, new_values, rule, next_pos, pos, seeds, return_indices)
     kept = rows.keys if rows.unrotated is None else RotatedKeys(rows.keys, rows.unrotated)
     out = (kept, *rows[1:5], next_pos + S, pos + S)
     return (*out, index) if return_indices else out
@@ -524,8 +527,9 @@ def _insert(
     next_pos: int,
     pos: int,
     seeds: Sequence[int],
-) -> tuple[_Rows, mx.array]:
-    """The rows after the S new ones, and where each was: [R, n_kept] int32 into stored, then new rows."""
+    indices: bool = False,
+) -> tuple[_Rows, mx.array | None]:
+    """The rows after the S new ones, and, where asked for, [R, n_kept] int32 `indices` into stored, then new rows."""
     R, S = new_keys.shape[:2]
     if S == 0:
         n = rows.keys.shape[1]
@@ -536,7 +540,7 @@ def _insert(
     taus = rule.temperatures(pos, S)
     if rule.position_mode == "original" and on_cpu():
         if S == 1 and rows.keys.shape[1] > 0:
-            return _insert_row(rows, new_keys, new_values, gumbel, positions, rule, taus[0])
+            return _insert_row(rows, new_keys, new_values, gumbel, positions, rule, taus[0], indices)
         rows, index = _insert_numpy(rows, new_keys, new_values, gumbel, positions, rule, taus)
     else:
         scores = mx.where(mx.all(mx.isfinite(new_keys), axis=-1), 0.0, -mx.inf)
@@ -575,7 +579,8 @@ def _insert_row(
     positions: np.ndarray,
     rule: _Rule,
     tau: float,
-) -> tuple[_Rows, mx.array]:
+    indices: bool,
+) -> tuple[_Rows, mx.array | None]:
     """`_insert_numpy` for one row, which is decoding: stored keys are read once, and no stored row is copied."""
     R, n, _ = rows.keys.shape
     scores, noise, came = (np.asarray(a) for a in rows[2:5])
@@ -587,15 +592,16 @@ def _insert_row(
     else:
         logits = np.empty((R, slots.log.capacity), np.float32)
         row_logits(slots.log.memory[0][:, : slots.end], key, logits[:, : slots.end])
-        logits = logits.take(slots.index)
+        logits = logits.take(slots.at)
     scores = join_row(logits, scores, start)
     gone = None
     if n == rule.budget:
         scaled = (noise, gumbel[:, 0]) if tau == 1 else (noise * np.float32(tau), gumbel[:, 0] * np.float32(tau))
         gone = row_to_free(scores, start, rule.n_sink, rule.recent, *(scaled if tau else ()))
-    column = mx.arange(n + 1 if gone is None else n, dtype=mx.int32)
-    where = mx.zeros((R, 1), mx.int32) if gone is None else column >= mx.array(gone)[:, None]
-    kept = column + where  # evaluated only for those who ask for it
+    kept = None
+    if indices:
+        column = np.broadcast_to(np.arange(n, dtype=np.int32), (R, n))
+        kept = mx.array(_joined(column, np.full((R, 1), n, np.int32), gone))
     if gone is not None and (gone == n).all():
         return rows._replace(scores=mx.array(scores)), kept
     arrived = as_numpy(new_keys)[:, 0], as_numpy(new_values)[:, 0]
@@ -603,9 +609,9 @@ def _insert_row(
         log = _Log(rows.keys, rows.values)
         log.append(n, *arrived)
         slots = _Slots(log, log.first + np.arange(n), n)
-    log, index, end = slots
-    at = mx.array(_joined(index, log.first + end, gone))
-    slots = _Slots(log, np.asarray(at), end + 1)
+    log = slots.log
+    at = mx.array(_joined(slots.at, log.first + slots.end, gone))
+    slots = _Slots(log, np.asarray(at), slots.end + 1)
     keys, values = (LoggedRows(mx.take(a, at, axis=0), slots) for a in log.flat)
     pairs = ((scores, start[:, None]), (noise, gumbel), (came, positions))
     return _Rows(keys, values, *(mx.array(_joined(*pair, gone)) for pair in pairs)), kept
@@ -613,7 +619,11 @@ def _insert_row(
 
 def _starting_scores(keys: np.ndarray) -> np.ndarray:
     """0 for each row of [..., D] float32, -inf for a bad one."""
-    return np.where(np.isfinite(keys).all(axis=-1), np.float32(0.0), np.float32(-np.inf))
+    finite = np.isfinite(keys)
+    scores = np.zeros(keys.shape[:-1], np.float32)
+    if not finite.all():
+        scores[~finite.all(axis=-1)] = -np.inf
+    return scores
 
 
 def _joined(old: np.ndarray, new: np.ndarray, gone: np.ndarray | None) -> np.ndarray:
