@@ -1,6 +1,7 @@
 """Long-context generation with mlx-lm in a fixed amount of memory."""
 
-from .cache import BatchKeyformerKVCache, KeyformerKVCache
+from .batch import BatchKeyformerKVCache
+from .cache import KeyformerKVCache
 from .hook import attached, cache_counts, make_prompt_cache
 from .policies import (
     H2O,

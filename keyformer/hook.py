@@ -18,7 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache as _default_cache
 
 from .allocate import allocate as _allocate
 from .attention import PLACED_ELSEWHERE, REFUSED, REPLACEMENTS, shown
-from .cache import BatchKeyformerKVCache, KeyformerKVCache
+from .batch import BatchKeyformerKVCache
+from .cache import KeyformerKVCache
 from .policies import POLICIES, Policy
 from .rope import Rope, read_ropes
 

@@ -242,10 +242,10 @@ def test_a_prompt_batch_pads_on_the_right_and_tells_the_cache_before_and_after()
         ("update", 3),
         ("update", 1),
         ("finalize", None),
-    ], "PromptProcessingBatch.prompt: look at prepare, finalize and padding in keyformer/cache.py"
+    ], "PromptProcessingBatch.prompt: look at prepare, finalize and padding in keyformer/batch.py"
     told.clear()
     batch.prompt([[1, 2], [3, 4]])
-    assert told == [("update", 2)], "equal lengths are prepared too now, or no longer: keyformer/cache.py"
+    assert told == [("update", 2)], "equal lengths are prepared too now, or no longer: keyformer/batch.py"
 
 
 def test_a_generation_batch_steps_while_it_is_made() -> None:
@@ -280,7 +280,7 @@ def test_a_batch_generator_makes_merges_splits_and_extracts_caches_this_way() ->
         "BatchGenerator makes the caches of its sequences differently: attached(model, policy) has to follow"
     )
     assert "deepcopy" in inspect.getsource(generating.PromptProcessingBatch._copy), (
-        "splitting a prompt batch no longer copies caches: look at filter and __deepcopy__ in keyformer/cache.py"
+        "splitting a prompt batch no longer copies caches: look at filter and __deepcopy__ in keyformer/batch.py"
     )
     for function, method in (("_merge_caches", "merge"), ("_extend_cache", "extend")):
         assert f".{method}(" in inspect.getsource(getattr(generating, function))
