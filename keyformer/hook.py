@@ -73,6 +73,8 @@ def _planned(
     allocate: str | Sequence[float],
 ) -> Callable[[], list[Any]]:
     """What makes the caches of `make_prompt_cache`; the model is looked at here, once."""
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy: expected a policy such as keyformer.H2O(), got {policy!r}.")
     if positions not in ("original", "contiguous"):
         raise ValueError(f"positions: expected 'original' or 'contiguous', got {positions!r}.")
     with _own_make_cache(model):
