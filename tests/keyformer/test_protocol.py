@@ -819,15 +819,16 @@ def test_options_that_cannot_work_are_refused_at_once_and_by_name(model: Any, to
     try:
         for policy, options, name in refused:
             with attached(model, *policy):
+                calls = 0  # attaching has looked at the model
                 with pytest.raises(ValueError, match=name):
                     next(stream_generate(model, tokenizer, prompt, max_tokens=5, **options))
                 with pytest.raises(ValueError, match=name):
                     mlx_lm.generate(model, tokenizer, prompt, max_tokens=5, **options)
+                assert calls == 0
         with attached(model, H2O(), 14), pytest.raises(ValueError, match="max_kv_size"):
             batch_generate(model, tokenizer, [prompt], max_tokens=5, max_kv_size=20)
         with attached(other, H2O(), 14), pytest.raises(ValueError, match="draft"):
             next(stream_generate(model, tokenizer, prompt, max_tokens=5, draft_model=other))
-        assert calls == 0
     finally:
         type(model).__call__ = original
     assert all(c.empty() and c.offset == 0 for c in ours)
