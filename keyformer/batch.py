@@ -28,8 +28,12 @@ class BatchKeyformerKVCache(KeyformerKVCache):
     """
 
     def __init__(self, caches: Sequence[KeyformerKVCache]) -> None:
-        if not caches or any(isinstance(c, BatchKeyformerKVCache) for c in caches):
-            raise ValueError("merge: expected single sequences, got none or a batch; use extend to join batches.")
+        kinds = sorted({type(c).__name__ for c in caches})
+        if kinds != [KeyformerKVCache.__name__]:
+            raise ValueError(
+                f"merge: expected single sequences, each a KeyformerKVCache, got {', '.join(kinds) or 'none'}; "
+                "extend joins batches."
+            )
         first = caches[0]
         for name in ("policy", "layer", "prefill", "score_bytes", "rope", "uneven", "readers"):
             values = {getattr(c, name) for c in caches}

@@ -125,11 +125,12 @@ def _once(model: nn.Module, name: str, find: Callable[[], Any]) -> Any:
 class _CacheMaker:
     """Stands in for a model's `make_cache`, which mlx-lm asks for the caches of a new text."""
 
-    def __init__(self, make: Callable[[], list[Any]]) -> None:
-        self.make = make
+    def __init__(self, before: Any) -> None:
+        self.before = before  # what the model itself had under that name, if anything
+        self.blocks: list[Callable[[], list[Any]]] = []  # the last one to begin decides
 
     def __call__(self) -> list[Any]:
-        return self.make()
+        return self.blocks[-1]()
 
 
 @contextmanager
@@ -139,7 +140,10 @@ def _own_make_cache(model: nn.Module) -> Iterator[None]:
     if not isinstance(ours, _CacheMaker):
         yield
         return
-    del model.make_cache
+    if ours.before is None:
+        del model.make_cache
+    else:
+        model.make_cache = ours.before
     try:
         yield
     finally:
@@ -187,17 +191,24 @@ def attached(
         undo.enter_context(_shows_queries(model))
         undo.enter_context(_told_prompts())
         if make is not None:
-            before = vars(model).get("make_cache")
-            model.make_cache = _CacheMaker(make)
-            undo.callback(_restore_make_cache, model, before)
+            undo.enter_context(_makes_caches(model, make))
         yield
 
 
-def _restore_make_cache(model: nn.Module, before: Any) -> None:
-    if before is None:
-        del model.make_cache
-    else:
-        model.make_cache = before
+@contextmanager
+def _makes_caches(model: nn.Module, make: Callable[[], list[Any]]) -> Iterator[None]:
+    maker = vars(model).get("make_cache")
+    if not isinstance(maker, _CacheMaker):
+        maker = model.make_cache = _CacheMaker(maker)
+    maker.blocks.append(make)
+    try:
+        yield
+    finally:
+        maker.blocks.remove(make)
+        if not maker.blocks and maker.before is None:
+            del model.make_cache
+        elif not maker.blocks:
+            model.make_cache = maker.before
 
 
 # -- which layers ------------------------------------------------------------------------------------------------------
@@ -400,9 +411,9 @@ def _ending(original: Any) -> Any:
 
 def _refusing_size(original: Any) -> Any:
     def __init__(self: Any, model: nn.Module, **options: Any) -> None:
+        original(self, model, **options)  # first, since its __del__ expects that it has run
         if options.get("max_kv_size") is not None and _ours(_default_cache(model)):
             _refuse("max_kv_size", options["max_kv_size"], "set the budget instead.")
-        original(self, model, **options)
 
     return __init__
 
