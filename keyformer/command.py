@@ -77,7 +77,10 @@ class Eviction:
         Raises:
             ValueError: a value that cannot work, an option that policy "full" would ignore.
         """
-        policy = make_policy(options.policy or "keyformer", **dict(_choice(c) for c in options.set or ()))
+        choices = dict(_choice(c) for c in options.set or ())
+        if "name" in choices:
+            raise ValueError(f"--set: expected a choice of the policy, got name={choices['name']}; use --policy.")
+        policy = make_policy(options.policy or "keyformer", **choices)
         given = [name for name in EVICTION_OPTIONS[1:] if getattr(options, name) is not None]
         if not policy.evicts and given:
             raise ValueError(

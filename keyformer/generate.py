@@ -21,7 +21,7 @@ from mlx_lm.sample_utils import make_sampler
 from . import command
 from .cache import KeyformerKVCache
 from .command import EVICTION_OPTIONS, Eviction
-from .hook import _ours, attached, cache_counts, make_prompt_cache
+from .hook import attached, cache_counts, leaves, make_prompt_cache
 
 _PROGRAM = "keyformer.generate"
 _METADATA = "keyformer"  # where a cache file says which model and options it was made with
@@ -116,7 +116,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _figures(response: Any, policy: str, caches: list[Any], seen: int) -> list[tuple[str, str]]:
-    ours = _ours(caches)
+    ours = [c for c in leaves(caches) if isinstance(c, KeyformerKVCache)]
     rows = [c.size() for c in ours]
     each = f"{rows[0]} of {seen} in every KV head"
     if len(set(rows)) > 1:

@@ -25,7 +25,7 @@ import numpy as np
 from . import command
 from .cache import KeyformerKVCache
 from .command import Eviction
-from .hook import _ours, attached, make_prompt_cache
+from .hook import attached, leaves, make_prompt_cache
 from .picture import Panel, draw
 
 _PROGRAM = "keyformer.inspect"
@@ -128,7 +128,7 @@ def watch(model: nn.Module, prompt: list[int], eviction: dict[str, Any], more: i
         ValueError: as `make_prompt_cache` and `attached`.
     """
     caches = make_prompt_cache(model, **eviction)
-    ours = _ours(caches)
+    ours = [c for c in leaves(caches) if isinstance(c, KeyformerKVCache)]
     tokens, moments = list(prompt), []
     with attached(model, **eviction):
         for cache in ours:

@@ -216,7 +216,7 @@ def bad(*arguments: object) -> Any:
         bad("--policy", "full", "--budget", "64", "--budget: expected to be left out, .* got '64'"),
         bad("--policy", "h2o", "--set", "window=4", "--budget: policy h2o needs"),
         bad("--set", "recent", "--set: expected name=value .* got 'recent'"),
-        bad("--set", "name=h2o", "unknown choice name; expected some of attention"),
+        bad("--set", "name=h2o", "--set: expected a choice of the policy, got name=h2o; use --policy"),
         bad("--set", "recnt=1", "unknown choice recnt; expected some of attention"),
         bad("--set", "redraw=maybe", "redraw: expected true or false, got 'maybe'"),
         bad("--set", "recent=true", "recent: expected an integer .* got True"),
