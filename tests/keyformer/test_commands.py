@@ -24,8 +24,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import batch_generate, generate, load
+from mlx_lm.generate import generate_step
 from mlx_lm.models import mamba
 from PIL import Image
+from small import randomize, tiny_llama
 
 from keyformer import H2O, Full, Keyformer, KeyformerKVCache, Streaming, attached, make_prompt_cache
 from keyformer import generate as generate_command
@@ -359,8 +361,7 @@ def expected(tiny: Any) -> dict[str, Any]:
     for more in (0, 5):
         caches = make_prompt_cache(model, Keyformer(seed=3), 40, allocate=(3, 2))
         with attached(model):
-            generation = sys.modules["mlx_lm.generate"].generate_step  # type: ignore[attr-defined]
-            written = [t for t, _ in generation(mx.array(prompt), model, max_tokens=more, prompt_cache=caches)]
+            written = [t for t, _ in generate_step(mx.array(prompt), model, max_tokens=more, prompt_cache=caches)]
         moments.append({"kept": [np.array(c.kept()) for c in caches], "ranks": [np.array(c.ranks()) for c in caches]})
     return {"prompt": prompt, "tokens": prompt + written, "moments": moments}
 
@@ -432,8 +433,6 @@ def test_token_texts_join_to_the_text_and_split_characters_belong_to_their_last_
 
 
 def test_watching_without_more_tokens_is_one_moment_and_sliding_layers_are_left_out() -> None:
-    from small import randomize, tiny_llama
-
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     model = randomize(tiny_llama(num_hidden_layers=4, layer_types=kinds, sliding_window=6))
     kept = inspect_command.watch(model, list(range(30)), {"policy": H2O(), "budget": 8})
