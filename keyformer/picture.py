@@ -147,11 +147,11 @@ def _columns(kept: np.ndarray, width: int) -> np.ndarray:
         return np.repeat(kept, width // n, axis=1).astype(float)
     edges = np.arange(width + 1) * n // width
     sums = np.concatenate([np.zeros((len(kept), 1)), np.cumsum(kept, axis=1)], axis=1)
-    return (sums[:, edges[1:]] - sums[:, edges[:-1]]) / np.diff(edges)
+    return np.asarray((sums[:, edges[1:]] - sums[:, edges[:-1]]) / np.diff(edges))
 
 
 def _blend(shares: np.ndarray) -> np.ndarray:
-    return np.asarray(_EVICTED) + shares[:, None] * (np.asarray(_KEPT) - np.asarray(_EVICTED))
+    return np.asarray(_EVICTED + shares[:, None] * np.subtract(_KEPT, _EVICTED))
 
 
 def _bars(canvas: np.ndarray, top: int, shares: np.ndarray) -> None:

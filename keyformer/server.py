@@ -65,7 +65,7 @@ class EvictingModelProvider(server.ModelProvider):
         super()._load(model_path, adapter_path)
         try:
             self._attached.enter_context(attached(self.model, **self._eviction))
-        except ValueError:
+        except BaseException:  # whatever it is, the model must not stay and be served from full caches
             self.reset()
             raise
 

@@ -155,6 +155,21 @@ def test_a_fraction_is_of_the_prompt_and_stdin_is_read(tiny: Any, tiny_model_fol
     assert abs(first - 3 * second) <= 3
 
 
+def test_layers_that_do_not_evict_are_counted(
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "sliding"
+    shutil.copytree(tiny_model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    arguments = ("--model", folder, "--budget", 16, "-p", PROMPT, "--ignore-chat-template", "--max-tokens", 2)
+    assert in_process(generate_command.main, *arguments) == 0
+    lines = figures(capsys.readouterr().err)
+    assert lines["layers"] == "1 of 2 evict; the others keep mlx-lm's own: 1 RotatingKVCache"
+    assert lines["bytes kept"].startswith("4.0 KiB of")  # 16 rows, keys and values, 2 heads of 16 float32
+
+
 def test_sampling_is_repeated_by_its_seed(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def text(*sampling: object) -> str:
         arguments = ("--model", tiny_model_folder, "--budget", 30, "-p", PROMPT, "--max-tokens", 15)
@@ -228,6 +243,8 @@ def bad(*arguments: object) -> Any:
         bad("--allocate", "3,-1", "allocate: expected positive numbers as weights, got -1.0"),
         bad("--max-tokens", "0", "argument --max-tokens/-m: expected a whole number of at least 1, got '0'"),
         bad("--temp", "-1", "argument --temp: expected a number of at least 0, got '-1'"),
+        bad("--temp", "hot", "argument --temp: expected a number of at least 0, got 'hot'"),
+        bad("--seed", "x", "argument --seed: invalid int value: 'x'"),
         bad("--top-p", "0", "argument --top-p: expected a number above 0 and at most 1, got '0'"),
         bad("--prompt", "x", "--prompt-file", "y", "argument --prompt-file: not allowed with argument --prompt"),
         bad("--prompt", "", "--prompt: expected some text, got none"),
