@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -25,6 +26,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import batch_generate, generate, load
 from mlx_lm.generate import generate_step
+from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models import mamba
 from PIL import Image
 from small import randomize, tiny_llama
@@ -33,6 +35,7 @@ from keyformer import H2O, Full, Keyformer, KeyformerKVCache, Streaming, attache
 from keyformer import generate as generate_command
 from keyformer import inspect as inspect_command
 from keyformer import server as server_command
+from keyformer.command import EVICTION_OPTIONS
 from keyformer.picture import Panel, draw
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -153,6 +156,9 @@ def test_a_fraction_is_of_the_prompt_and_stdin_is_read(tiny: Any, tiny_model_fol
     first, second = map(int, found.groups())
     assert first + second == 2 * rows
     assert abs(first - 3 * second) <= 3
+    with attached(tiny[0], Keyformer(), rows, "chunked", allocate=(3, 1)):
+        text, other = (generate(*tiny, PROMPT, max_tokens=3, prefill_step_size=step) for step in (7, 2048))
+    assert done.stdout == text + "\n" != other + "\n"
 
 
 def test_layers_that_do_not_evict_are_counted(
@@ -407,6 +413,19 @@ def test_the_page_needs_no_network_and_no_text_can_break_it(inspected: Path) -> 
     assert text.count("<script") == 2 and text.count("</script>") == 2
 
 
+def test_names_and_tokens_of_any_kind_are_text() -> None:
+    texts = ["</b><script>alert(1)</script>", "<img src=http://x>", "&lt;", '"', "", "@text@"]
+    moment = inspect_command.Moment("then", len(texts), [[[0, 2, 5]]], [[[1.0, -np.inf, 1e-9]]])
+    kept = inspect_command.Kept(list(range(len(texts))), len(texts), [4], [moment], [64])
+    text = inspect_command.page(kept, texts, "<i>model</i> @policy@", "<a href=x>")
+    page = Page(text)
+    assert [shown for _, shown in page.tokens] == texts
+    assert [kind for kind, _ in page.tokens] == ["k5", "k0", "k5", "k0", "k0", "k5"]
+    assert page.fetching == []
+    assert "<i>model" not in text and "&lt;i&gt;model&lt;/i&gt; @policy@" in text
+    assert page.data["stages"][0]["scores"] == [[1.0, None, 1e-9]]  # JSON has no infinity
+
+
 def test_the_picture_shows_the_same(inspected: Path, expected: dict[str, Any]) -> None:
     pixels = np.array(Image.open(inspected / "kept.png").convert("RGB")).astype(int)
     blue = (pixels == (22, 92, 182)).all(axis=2)
@@ -423,6 +442,10 @@ def test_the_picture_shows_the_same(inspected: Path, expected: dict[str, Any]) -
             for kept in layer:
                 wanted.append(tuple(p in set(kept.tolist()) for p in range(n)))
     assert distinct == wanted
+    ends = (pixels == (214, 84, 32)).all(axis=2).sum(axis=0)  # a line through both panels, two pixels wide
+    end = left + len(expected["prompt"]) * scale
+    assert ends[end] == ends[end + 1] > 200
+    assert ends[left:end].sum() < 200
 
 
 def test_many_positions_share_pixels() -> None:
@@ -607,6 +630,29 @@ def test_another_model_of_a_request_evicts_too(
     for name in (str(other), "default_model", str(other)):
         status, answer = server.ask("/v1/completions", {"prompt": PROMPT, "model": name})
         assert (status, answer["choices"][0]["text"]) == (200, expected)
+
+
+def test_models_come_and_go_and_leave_mlx_lm_as_it_was(tiny_model_folder: Path, stateless: Path) -> None:
+    options = argparse.Namespace(
+        model=str(tiny_model_folder),
+        **dict.fromkeys(("adapter_path", "draft_model", "kv_bits", "chat_template", "use_default_chat_template")),
+        **dict.fromkeys(("pipeline", "trust_remote_code"), False),
+        **dict.fromkeys(EVICTION_OPTIONS) | {"policy": "streaming", "budget": "32"},
+    )
+    step = sys.modules["mlx_lm.generate"].generate_step  # type: ignore[attr-defined]
+    provider = server_command.EvictingModelProvider(options)
+    provider.load_default()
+    first = provider.model
+    assert [type(c) for c in mlx_lm_cache.make_prompt_cache(first)] == [KeyformerKVCache] * 2
+    with pytest.raises(ValueError, match="there is nothing to evict"):
+        provider.load(str(stateless))
+    assert provider.model is None
+    assert [type(c) for c in mlx_lm_cache.make_prompt_cache(first)] == [mlx_lm_cache.KVCache] * 2
+    provider.load("default_model")
+    assert provider.model is not first
+    assert sys.modules["mlx_lm.generate"].generate_step is not step  # type: ignore[attr-defined]
+    provider.reset()
+    assert sys.modules["mlx_lm.generate"].generate_step is step  # type: ignore[attr-defined]
 
 
 def test_ctrl_c_ends_the_server_quietly(server: Server) -> None:
