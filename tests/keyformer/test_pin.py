@@ -386,9 +386,19 @@ def test_the_server_batches_what_can_be_merged() -> None:
     assert 'hasattr(c, "merge") for c in make_prompt_cache(model)' in inspect.getsource(server.ModelProvider._load), (
         "the server decides otherwise what it batches: look at KeyformerKVCache.merge and keyformer/server.py"
     )
-    assert parameters(server.ModelProvider.__init__) == ["self", "cli_args"], "keyformer/server.py makes one"
-    assert parameters(server.run)[:3] == ["host", "port", "model_provider"], "keyformer/server.py calls it"
     assert server.BatchGenerator is generating.BatchGenerator
+
+
+def test_the_servers_command_can_be_given_another_parser_and_provider() -> None:
+    """keyformer/server.py runs mlx_lm.server's own main with two globals replaced, and overrides the provider."""
+    code = server.main.__code__
+    assert code.co_freevars == () == code.co_varnames[: code.co_argcount]
+    assert {"argparse", "ArgumentParser", "ModelProvider", "run"} <= set(code.co_names)
+    provider = server.ModelProvider
+    assert parameters(provider.__init__) == ["self", "cli_args"]
+    assert parameters(provider._load) == ["self", "model_path", "adapter_path", "draft_model_path"]
+    assert parameters(provider.load_default) == parameters(provider.reset) == ["self"]
+    assert "self.reset()" in inspect.getsource(provider._load), "a model that is replaced is no longer detached first"
 
 
 # -- rotary embeddings: keyformer.rope reads them from the model -------------------------------------------------------

@@ -350,6 +350,16 @@ def test_another_model_is_evicted_too_or_refused(command: Client, reference: Any
     command.ask(prompt).equals(expected(reference, prompt))
 
 
+def test_a_request_for_a_draft_model_is_an_error(command: Client, reference: Any) -> None:
+    prompt = LONG[44:444]
+    status, text = command.request(
+        "/v1/completions", {"prompt": prompt, "max_tokens": 5, "draft_model": command.folder}
+    )
+    assert status != 200
+    assert "draft_model" in json.loads(text)["error"]
+    command.ask(prompt).equals(expected(reference, prompt))
+
+
 WRONG = [
     ({"policy": "nonsense"}, r"policy"),
     ({"budget": "0"}, r"budget"),
