@@ -141,7 +141,9 @@ def by_hand(
 
 def same_rows(ours: list[Any], theirs: list[Any]) -> None:
     assert kept(ours) == kept(theirs)
-    assert [(c.offset, c.size()) for c in ours] == [(c.offset, c.size()) for c in theirs]
+    for name in ("offset", "size", "is_trimmable"):
+        a, b = ([getattr(c, name) for c in caches] for caches in (ours, theirs))
+        assert [f() if callable(f) else f for f in a] == [f() if callable(f) else f for f in b]
 
 
 # -- alone -------------------------------------------------------------------------------------------------------------
@@ -557,6 +559,23 @@ def test_what_does_not_belong_together_is_refused(model: Any) -> None:
                 one.merge([one, wrong])
         with pytest.raises(ValueError, match="extend"):
             one.merge([one]).extend(other.merge([other]))
+        with pytest.raises(ValueError, match="extend"):
+            one.merge([one]).extend(KVCache.merge([KVCache()]))
+
+
+def test_a_batch_evicts_as_a_whole_or_not_at_all(model: Any, tokenizer: Any) -> None:
+    """mlx-lm lets the first prompt's cache merge all of them: a KVCache would take evicting ones for its own."""
+    prompts = [a_prompt(20, 1), a_prompt(5, 1)]
+    for history in (0, 30):
+        for reverse in (False, True):
+            with attached(model, H2O(), 14):
+                caches: list[Any] = [[KVCache(), KVCache()], mlx_cache.make_prompt_cache(model)]
+                for c in caches if history else []:
+                    alone(model, tokenizer, a_prompt(history), 3, c)
+                if reverse:
+                    caches.reverse()
+                with pytest.raises(ValueError, match=r"got KVCache, KeyformerKVCache|got KeyformerKVCache, KVCache"):
+                    batch_generate(model, tokenizer, prompts, prompt_caches=caches, max_tokens=4)
 
 
 # -- prefix reuse ------------------------------------------------------------------------------------------------------
@@ -797,12 +816,11 @@ def test_a_conversation_goes_on_in_another_process(tiny_model_folder: Path, tmp_
 def test_options_that_cannot_work_are_refused_at_once_and_by_name(model: Any, tokenizer: Any) -> None:
     other = tiny_llama(seed=3)
     prompt = a_prompt(30)
-    calls = 0
+    calls: list[Any] = []
     original = type(model).__call__
 
     def counting(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        nonlocal calls
-        calls += 1
+        calls.append(self)
         return original(self, *arguments, **keywords)
 
     ours = make_prompt_cache(model, H2O(), 14)
@@ -815,22 +833,27 @@ def test_options_that_cannot_work_are_refused_at_once_and_by_name(model: Any, to
         ((), {"max_kv_size": 20, "prompt_cache": ours}, "max_kv_size"),
         ((), {"draft_model": other, "prompt_cache": [*ours, KVCache(), KVCache()]}, "draft"),
     ]
-    type(model).__call__ = counting
-    try:
-        for policy, options, name in refused:
-            with attached(model, *policy):
-                calls = 0  # attaching has looked at the model
-                with pytest.raises(ValueError, match=name):
-                    next(stream_generate(model, tokenizer, prompt, max_tokens=5, **options))
-                with pytest.raises(ValueError, match=name):
-                    mlx_lm.generate(model, tokenizer, prompt, max_tokens=5, **options)
-                assert calls == 0
-        with attached(model, H2O(), 14), pytest.raises(ValueError, match="max_kv_size"):
-            batch_generate(model, tokenizer, [prompt], max_tokens=5, max_kv_size=20)
-        with attached(other, H2O(), 14), pytest.raises(ValueError, match="draft"):
-            next(stream_generate(model, tokenizer, prompt, max_tokens=5, draft_model=other))
-    finally:
-        type(model).__call__ = original
+
+    def refuses(run: Any, name: str) -> None:
+        """Before the model is called at all."""
+        calls.clear()
+        type(model).__call__ = counting
+        try:
+            with pytest.raises(ValueError, match=name):
+                run()
+        finally:
+            type(model).__call__ = original
+        assert calls == []
+
+    for policy, options, name in refused:
+        whole = {"max_tokens": 5, **options}
+        with attached(model, *policy):
+            refuses(lambda o=whole: next(stream_generate(model, tokenizer, prompt, **o)), name)
+            refuses(lambda o=whole: mlx_lm.generate(model, tokenizer, prompt, **o), name)
+    with attached(model, H2O(), 14):
+        refuses(lambda: batch_generate(model, tokenizer, [prompt], max_tokens=5, max_kv_size=20), "max_kv_size")
+    with attached(other, H2O(), 14):
+        refuses(lambda: next(stream_generate(model, tokenizer, prompt, draft_model=other)), "draft")
     assert all(c.empty() and c.offset == 0 for c in ours)
 
 
