@@ -67,6 +67,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
         assert self._parts is not None
         for name in ("_budgets", "_rows", "_offsets", "_steps"):
             setattr(self, name, [getattr(p, name)[0] for p in self._parts])
+        self._were_touched = [p._touched for p in self._parts]
         self._in_prompt = any(p._in_prompt for p in self._parts)
         self._shifted = any(p._shifted for p in self._parts)
 
@@ -92,7 +93,9 @@ class BatchKeyformerKVCache(KeyformerKVCache):
             one._free = self._free[b : b + 1]
         one._rows, one._offsets, one._steps = [n], [self._offsets[b]], [self._steps[b]]
         one._in_prompt, one._prior = False, n
-        one._touched, one._shifted = True, self._shifted
+        # decoding since has scored every sequence, or evicted from those over their budget
+        one._touched = self._were_touched[b] or self.policy.attention in ("query", "key") or n > budget
+        one._shifted = self._shifted
         return one
 
     def _stack(self, keys: mx.array, values: mx.array) -> None:
@@ -305,7 +308,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
         index = mx.array(stay, mx.int32)
         self._set_arrays(None if a is None else a[index] for a in self._arrays())
         self._free = None if self._free is None else self._free[index]
-        for name in ("_budgets", "_rows", "_offsets", "_steps"):
+        for name in ("_budgets", "_rows", "_offsets", "_steps", "_were_touched"):
             values = getattr(self, name)
             setattr(self, name, [values[b] for b in stay])
 
@@ -315,6 +318,8 @@ class BatchKeyformerKVCache(KeyformerKVCache):
         Raises:
             ValueError: a batch with another policy, layer or treatment of the prompt, or padding still to come.
         """
+        if not isinstance(other, BatchKeyformerKVCache):
+            raise ValueError(f"extend: expected a BatchKeyformerKVCache, got {type(other).__name__}; merge makes one.")
         for name in ("policy", "layer", "prefill", "score_bytes", "rope", "uneven", "readers"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:

@@ -327,6 +327,7 @@ def _told_prompts() -> Iterator[None]:
         _patch(generation.GenerationBatch, "__init__", _ending(generation.GenerationBatch.__init__))
         _patch(generation.PromptProcessingBatch, "prompt", _beginning(generation.PromptProcessingBatch.prompt))
         _patch(generation.BatchGenerator, "__init__", _refusing_size(generation.BatchGenerator.__init__))
+        _patch(generation, "_merge_caches", _refusing_mixtures(generation._merge_caches))
     _told += 1
     try:
         yield
@@ -416,6 +417,21 @@ def _refusing_size(original: Any) -> Any:
             _refuse("max_kv_size", options["max_kv_size"], "set the budget instead.")
 
     return __init__
+
+
+def _refusing_mixtures(original: Any) -> Any:
+    def _merge_caches(caches: list[list[Any]]) -> list[Any]:
+        for layer in zip(*caches, strict=True):
+            # mlx-lm lets the first cache merge all of them: a KVCache would take our rows for its own
+            if 0 < sum(bool(_ours([c])) for c in layer) < len(layer):
+                kinds = ", ".join(sorted({type(c).__name__ for c in layer}))
+                raise ValueError(
+                    f"prompt_caches: expected evicting caches for every prompt of a batch or for none, got {kinds}; "
+                    "make all of them in the same way."
+                )
+        return list(original(caches))
+
+    return _merge_caches
 
 
 # -- what the model's attention shows ----------------------------------------------------------------------------------
