@@ -574,15 +574,19 @@ def test_d20_a_branching_chat_reuses_its_prefix_where_that_is_right(model: Any, 
     shared, one, two = a_prompt(60), a_prompt(9, 1), a_prompt(11, 2)
     for policy, reused in ((Full(), 60), (Window(), 60), (Keyformer(), 0)):
         with attached(model, policy, 100):
-            stored = mlx_cache.make_prompt_cache(model)
-            words = answer(model, tokenizer, shared + one, 4, prompt_cache=stored)
-            lru = LRUPromptCache()
-            lru.insert_cache("model", shared + one + words, stored)
-            caches, rest = lru.fetch_nearest_cache("model", shared + two)
-            assert len(shared + two) - len(rest) == reused
-            caches = caches or mlx_cache.make_prompt_cache(model)
+            alone = mlx_cache.make_prompt_cache(model)
+            words = answer(model, tokenizer, shared + one, 4, prompt_cache=alone)
             fresh = answer(model, tokenizer, shared + two, 50)
-            assert answer(model, tokenizer, rest, 50, prompt_cache=caches) == fresh
+            in_a_batch = batch_generate(
+                model, tokenizer, [a_prompt(8), shared + one], max_tokens=4, return_prompt_caches=True
+            ).caches[1]
+            for stored in (alone, in_a_batch):
+                lru = LRUPromptCache()
+                lru.insert_cache("model", shared + one + words, stored)
+                caches, rest = lru.fetch_nearest_cache("model", shared + two)
+                assert len(shared + two) - len(rest) == reused
+                caches = caches or mlx_cache.make_prompt_cache(model)
+                assert answer(model, tokenizer, rest, 50, prompt_cache=caches) == fresh
 
 
 def test_d21_mlx_lm_is_pinned_to_the_version_this_is_made_for() -> None:
