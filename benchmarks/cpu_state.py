@@ -2,8 +2,8 @@
 
     python -m benchmarks.cpu_state [--json FILE] [--quick]
 
-Each line alternates our call, the peer's and (for decoding) attention over as many rows, and keeps the least time of
-each, so that a busy machine slows all alike. 8 heads of size 64, n_sink 4, the other defaults of the seed, positions
+Each line runs our call, the peer's and (for decoding) attention over as many rows in random order and keeps the
+least time of each, so that a busy machine slows all alike. 8 heads of size 64, n_sink 4, the other defaults of the seed, positions
 "original". Decoding starts from a state that has seen 4 budgets of tokens. "on arrival" is the default, recent 0: most
 new rows go at once, in all heads in the fastest step, and nothing is copied. "a middle row" protects a quarter of the
 budget, so that every step frees a row in the middle and writes the new one.
@@ -15,6 +15,7 @@ are enough steps for the rows to move to a new log at least once, which "ours me
 
 import argparse
 import json
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -61,9 +62,9 @@ def measured(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, flo
     """Milliseconds of each call, the least of interleaved repeats, and the mean of ours."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
-        for name, call in calls.items():
+        for name in random.sample(list(calls), len(calls)):  # what ran before decides what the caches hold
             start = time.perf_counter()
-            call()
+            calls[name]()
             times[name].append(1000 * (time.perf_counter() - start))
     return {"ours mean": sum(times["ours"]) / repeats, **{name: min(t) for name, t in times.items()}}
 

@@ -286,11 +286,12 @@ def test_the_walk_on_a_device_is_the_walk_on_a_cpu(
     np.testing.assert_allclose(kept, also, atol=1e-5)
 
 
-def test_a_row_that_went_takes_no_mass_however_large_its_logits() -> None:
-    """Large keys go on arrival; a later large key's logit with them is 800 above those of the rows that stayed."""
+@pytest.mark.parametrize("size", [13.0, 13.4, 40.0])
+def test_a_row_that_went_takes_no_mass_however_large_its_logits(size: float) -> None:
+    """Large keys go on arrival; a later one's logits with them are 70 to 800 above those with the rows that stayed."""
     rng = np.random.default_rng(20)
     keys = rng.normal(size=(60, 4)).astype(np.float32)
-    keys[10::5] = [40.0, 0.0, 0.0, 0.0]
+    keys[10::5] = [size, 0.0, 0.0, 0.0]
     one = Head(budget=6, n_sink=1, tau_init=0.0, tau_end=0.0, positions="original", storage=np.float32)
     for key in keys.astype(np.float64):
         one.insert(key, key, key)
@@ -299,7 +300,7 @@ def test_a_row_that_went_takes_no_mass_however_large_its_logits() -> None:
         _, values, scores, *_ = batched(mx.array(keys)[None], mx.array(keys)[None], cuts, "original", [0], **rule)
         assert np.array_equal(f64(values[0]), np.array([r.value for r in one.rows]))
         np.testing.assert_allclose(scores[0], one.scores(), rtol=1e-5)
-        assert np.abs(f64(values)).max() < 40
+        assert np.abs(f64(values)).max() < size
 
 
 @pytest.mark.parametrize("most", [1, 2000])
@@ -364,6 +365,23 @@ def test_a_bad_key_is_ranked_last_and_costs_no_sink(update: Any, mode: str, bad:
         assert (at in kept) == (at < 2)
         good = [s for p, s in zip(kept, scores[0].tolist(), strict=True) if p != at]
         assert np.isfinite(good).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_key_gives_and_takes_no_mass(bad: float) -> None:
+    """One bad number among good ones, as a stored row and as the new one: infinity must not take all the mass."""
+    rng = np.random.default_rng(23)
+    keys = f64(rows(rng, 30, 4))
+    keys[[0, 20], 2] = bad
+    one = Head(budget=9, n_sink=2, recent=3, tau_init=0.0, tau_end=0.0, positions="original", storage=np.float32)
+    for key in keys:
+        one.insert(key, key, key)
+    new = mx.array(keys.astype(np.float32))[None]
+    for cuts in ([], [20, 21], list(range(1, 30))):
+        rule = {"budget": 9, "n_sink": 2, "recent": 3, "tau_init": 0.0, "tau_end": 0.0}
+        _, _, scores, _, positions, *_ = batched(new, new, cuts, "original", [0], **rule)
+        assert positions[0].tolist() == [r.label for r in one.rows]
+        np.testing.assert_allclose(scores[0], one.scores(), atol=2e-5)
 
 
 @pytest.mark.parametrize("size", [1e5, 1e20, 3e38])
@@ -581,6 +599,8 @@ def test_copies_and_pickles_go_on_the_same_way(mode: str, dtype: mx.Dtype) -> No
         s = keyformer.keyformer_update(s, *token(rng, S, dtype))
     states = [s, copy.copy(s), copy.deepcopy(s), pickle.loads(pickle.dumps(s))]
     states += [replace(s, keys=copy.copy(s.keys)), replace(s, keys=pickle.loads(pickle.dumps(s.keys)))]
+    if mode == "original":
+        assert [type(x.keys) for x in (*states[2:4], *states[4:])] == [mx.array] * 4
     for _ in range(3):
         for other in states[1:]:
             assert_same(states[0], other)
