@@ -38,7 +38,7 @@ def shown(output: mx.array, cache: Any, queries: mx.array, keys: mx.array, **att
 def _gemma2(original: Call) -> Call:
     """gemma2: logits capped by tanh, softmax by hand."""
 
-    def call(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+    def call(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> Any:
         if not hasattr(cache, "observe"):
             return original(self, x, mask, cache)
         B, S, _ = x.shape
@@ -76,7 +76,7 @@ def _gear(original: Call) -> Call:
     """gear: logits capped by tanh in a helper that is not told the cache; without a cap it is like any other model."""
     capped_attention = original.__globals__["_softcap_attention"]
 
-    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
         cap = self.attn_logit_softcapping
         if not cap or not hasattr(cache, "observe"):
             return original(self, x, mask, cache)
@@ -97,7 +97,7 @@ def _gear(original: Call) -> Call:
 def _plamo2(original: Call) -> Call:
     """plamo2: calls mx.fast's attention itself."""
 
-    def call(self: Any, hidden_states: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    def call(self: Any, hidden_states: mx.array, mask: Any = None, cache: Any = None) -> Any:
         if not hasattr(cache, "observe"):
             return original(self, hidden_states, mask, cache)
         B, S, _ = hidden_states.shape

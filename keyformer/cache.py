@@ -48,7 +48,7 @@ class Asked:
     soft_cap: float | None
 
 
-class KeyformerKVCache(_BaseCache):
+class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
     """The KV cache of one layer for one sequence.
 
     mlx-lm calls `make_mask`, reads `offset`, calls `update_and_fetch`; with a policy that ranks by real queries, the

@@ -233,11 +233,11 @@ def row_to_free(
     n = scores.shape[1]
     chosen = slice(n_sink, min(n, n + 1 - recent))
     rank = scores[:, chosen] if noise is None else scores[:, chosen] + noise[:, chosen]
-    gone = rank.argmin(axis=1)
+    gone: np.ndarray = rank.argmin(axis=1) + n_sink
     if recent > 0:
-        return gone + n_sink
+        return gone
     new_rank = start if new_noise is None else start + new_noise
-    return np.where(new_rank < rank[np.arange(len(gone)), gone], n, gone + n_sink)
+    return np.asarray(np.where(new_rank < rank[np.arange(len(gone)), gone - n_sink], n, gone))
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

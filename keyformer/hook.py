@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm.models.cache
+from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import CacheList, KVCache
 from mlx_lm.models.cache import make_prompt_cache as _default_cache
 
@@ -32,7 +32,7 @@ for _cache in (KeyformerKVCache, BatchKeyformerKVCache):
 
 
 def make_prompt_cache(
-    model: nn.Module,
+    model: Module,
     policy: Policy,
     budget: int | None = None,
     prefill: str = "full",
@@ -65,7 +65,7 @@ def make_prompt_cache(
 
 
 def _planned(
-    model: nn.Module,
+    model: Module,
     policy: Policy,
     budget: int | None,
     prefill: str,
@@ -113,7 +113,7 @@ def cache_counts(caches: Sequence[Any]) -> dict[str, int]:
 _findings: dict[tuple[int, str], Any] = {}
 
 
-def _once(model: nn.Module, name: str, find: Callable[[], Any]) -> Any:
+def _once(model: Module, name: str, find: Callable[[], Any]) -> Any:
     """What `find` says of this model, asked once as long as the model lives."""
     key = id(model), name
     if key not in _findings:
@@ -134,7 +134,7 @@ class _CacheMaker:
 
 
 @contextmanager
-def _own_make_cache(model: nn.Module) -> Iterator[None]:
+def _own_make_cache(model: Module) -> Iterator[None]:
     """Within this block mlx-lm makes the caches that the model would have without us."""
     ours = vars(model).get("make_cache")
     if not isinstance(ours, _CacheMaker):
@@ -152,7 +152,7 @@ def _own_make_cache(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attached(
-    model: nn.Module,
+    model: Module,
     policy: Policy | None = None,
     budget: int | None = None,
     prefill: str = "full",
@@ -196,7 +196,7 @@ def attached(
 
 
 @contextmanager
-def _makes_caches(model: nn.Module, make: Callable[[], list[Any]]) -> Iterator[None]:
+def _makes_caches(model: Module, make: Callable[[], list[Any]]) -> Iterator[None]:
     maker = vars(model).get("make_cache")
     if not isinstance(maker, _CacheMaker):
         maker = model.make_cache = _CacheMaker(maker)
@@ -235,7 +235,7 @@ def _with_caches(caches: Sequence[Any], new: dict[int, Any]) -> list[Any]:
     return [replaced(cache) for cache in caches]
 
 
-def _evicting_layers(model: nn.Module, needed: bool) -> dict[int, int]:
+def _evicting_layers(model: Module, needed: bool) -> dict[int, int]:
     """The layers whose KVCache can be replaced: number of the cache -> how many attention layers read its rows.
 
     Args:
@@ -266,14 +266,14 @@ def _evicting_layers(model: nn.Module, needed: bool) -> dict[int, int]:
     return {layer: max(1, readers[layer]) for layer in plain}
 
 
-def _refuse_by_name(model: nn.Module, refused: dict[str, str], done: str, instead: str) -> None:
+def _refuse_by_name(model: Module, refused: dict[str, str], done: str, instead: str) -> None:
     for module in sorted({c.__module__ for c in _classes(model)} & set(refused)):
         raise ValueError(
             f"{type(model).__module__}: rows of its global attention cannot be {done}: {refused[module]}; {instead}."
         )
 
 
-class _Probe(KVCache):
+class _Probe(KVCache):  # type: ignore[misc]  # mlx-lm has no types
     """A KVCache that counts the attention calls over its rows."""
 
     waiting = True
@@ -290,7 +290,7 @@ class _Probe(KVCache):
         return []
 
 
-def _readers(model: nn.Module, layers: list[int]) -> dict[int, int]:
+def _readers(model: Module, layers: list[int]) -> dict[int, int]:
     """Attention calls that read each layer's rows and can be seen, in one pass over two tokens.
 
     The pass only builds MLX's graph, which nothing evaluates: it costs Python's time, no computation and no memory.
@@ -352,7 +352,7 @@ def _refuse(option: str, value: Any, instead: str) -> None:
 
 
 def _telling_step(original: Any) -> Any:
-    def generate_step(prompt: mx.array, model: nn.Module, *args: Any, **options: Any) -> Any:
+    def generate_step(prompt: mx.array, model: Module, *args: Any, **options: Any) -> Any:
         if options.get("prompt_cache") is None:
             options["prompt_cache"] = _default_cache(model, options.get("max_kv_size"))
         ours = _ours(options["prompt_cache"])
@@ -380,7 +380,7 @@ def _telling_step(original: Any) -> Any:
 
 def _refusing_draft(original: Any) -> Any:
     def speculative_generate_step(
-        prompt: mx.array, model: nn.Module, draft_model: nn.Module, *args: Any, **options: Any
+        prompt: mx.array, model: Module, draft_model: Module, *args: Any, **options: Any
     ) -> Any:
         caches = options.get("prompt_cache")
         if _ours(_default_cache(model) + _default_cache(draft_model) if caches is None else caches):
@@ -401,7 +401,7 @@ def _beginning(original: Any) -> Any:
 
 def _ending(original: Any) -> Any:
     def __init__(
-        self: Any, model: nn.Module, uids: list[int], inputs: mx.array, prompt_cache: list[Any], *args: Any, **more: Any
+        self: Any, model: Module, uids: list[int], inputs: mx.array, prompt_cache: list[Any], *args: Any, **more: Any
     ) -> None:
         for c in _ours(prompt_cache):
             c.end_prefill()
@@ -411,7 +411,7 @@ def _ending(original: Any) -> Any:
 
 
 def _refusing_size(original: Any) -> Any:
-    def __init__(self: Any, model: nn.Module, **options: Any) -> None:
+    def __init__(self: Any, model: Module, **options: Any) -> None:
         original(self, model, **options)  # first, since its __del__ expects that it has run
         if options.get("max_kv_size") is not None and _ours(_default_cache(model)):
             _refuse("max_kv_size", options["max_kv_size"], "set the budget instead.")
@@ -450,13 +450,13 @@ _patches: dict[tuple[int, str], _Patch] = {}
 _waiting: dict[int, tuple[mx.array, Any]] = {}
 
 
-def _classes(model: nn.Module) -> set[type]:
+def _classes(model: Module) -> set[type]:
     """The classes of the model's modules, with those they inherit from."""
     return {c for _, m in model.named_modules() for c in type(m).__mro__}
 
 
 @contextmanager
-def _shows_queries(model: nn.Module) -> Iterator[None]:
+def _shows_queries(model: Module) -> Iterator[None]:
     """Within this block the model's attention calls `fit_mask` and `observe` of every cache that has them."""
     undo: list[Callable[[], None]] = []
     classes = _classes(model)
@@ -513,7 +513,7 @@ def _rows_of(keys: Any) -> Any:
 def _observed(original: Any) -> Any:
     def scaled_dot_product_attention(
         queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None
-    ) -> mx.array:
+    ) -> Any:
         # layers that attend to another layer's rows are given no cache (gemma4) or one of their own (iquestloopcoder)
         seen = _rows_of(keys)
         seen = cache if seen is None else seen

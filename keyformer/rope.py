@@ -14,8 +14,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask
 
 _LOW_BITS = 12  # of a shift; the high table has as many rows, so 2**24 positions are in reach
@@ -132,7 +133,7 @@ def _turn_pairs(
     return a * cos - b * sin, a * sin + b * cos
 
 
-def read_ropes(model: nn.Module, layers: Sequence[int]) -> list[Rope]:
+def read_ropes(model: Module, layers: Sequence[int]) -> list[Rope]:
     """How the model turns the keys that it stores in its caches `layers`.
 
     Candidates are the model's rotary modules. Which one turns the keys of which cache, or none (NoPE), is not
@@ -189,12 +190,12 @@ def read_ropes(model: nn.Module, layers: Sequence[int]) -> list[Rope]:
     return [ropes[0] for ropes in left]
 
 
-def _candidates(model: nn.Module) -> tuple[list[Rope], list[str]]:
+def _candidates(model: Module) -> tuple[list[Rope], list[str]]:
     """Every way of turning that the model's modules hold, no turning included; and the classes that cannot be read."""
     ropes, unreadable = [Rope(())], set()
     for _, module in model.named_modules():
         kind = type(module)
-        if kind is nn.RoPE:
+        if kind is RoPE:
             ropes.append(
                 Rope(tuple((wavelengths(module.dims, module.base) / module.scale).tolist()), module.traditional)
             )
@@ -204,12 +205,12 @@ def _candidates(model: nn.Module) -> tuple[list[Rope], list[str]]:
         # without the flag (nanochat and talkie turn in a function) the stored keys tell
         sides = [module.traditional] if hasattr(module, "traditional") else [False, True]
         ropes += [Rope(tuple(np.array(t, np.float64).tolist()), side) for t in tables for side in sides]
-        if not tables and (isinstance(module, nn.RoPE) or kind.__name__.endswith(("RoPE", "RotaryEmbedding"))):
+        if not tables and (isinstance(module, RoPE) or kind.__name__.endswith(("RoPE", "RotaryEmbedding"))):
             unreadable.add(kind.__name__)
     return list(dict.fromkeys(ropes)), sorted(unreadable)
 
 
-class _Probe(KVCache):
+class _Probe(KVCache):  # type: ignore[misc]  # mlx-lm has no types
     """A cache that notes what a layer stores at one position and shows it one row without a direction.
 
     With keys of zero every attention is the same wherever its rows are, and so is what the next layer sees.
@@ -229,7 +230,7 @@ class _Probe(KVCache):
         return create_attention_mask(N, offset=0, return_array=return_array, window_size=window_size)
 
 
-def _stored_rows(model: nn.Module, layers: Sequence[int], positions: list[int]) -> list[tuple[mx.array, mx.array]]:
+def _stored_rows(model: Module, layers: Sequence[int], positions: list[int]) -> list[tuple[mx.array, mx.array]]:
     """The keys and values that `layers` store of a single token (of each of 8 sequences) at `positions`."""
     # asked of the class: inside keyformer.attached the model itself answers with evicting caches
     make = getattr(type(model), "make_cache", None)

@@ -24,7 +24,7 @@ from .hook import attached
 _PROGRAM = "keyformer.server"
 
 
-class EvictingModelProvider(server.ModelProvider):
+class EvictingModelProvider(server.ModelProvider):  # type: ignore[misc]  # mlx-lm has no types
     """mlx-lm's provider of models; a model is served with eviction or not at all.
 
     Raises:

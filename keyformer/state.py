@@ -647,7 +647,8 @@ def _slots(rows: _Rows) -> _Slots | None:
 
 def _rows_of(a: np.ndarray, index: np.ndarray) -> np.ndarray:
     """`np.take_along_axis` over [R, n], several times faster."""
-    return a.take(index + a.shape[1] * np.arange(len(a))[:, None])
+    taken: np.ndarray = a.take(index + a.shape[1] * np.arange(len(a))[:, None])
+    return taken
 
 
 def _insert_mlx(rows: _Rows, new: _Rows, rule: _Rule, taus: Sequence[float]) -> tuple[_Rows, mx.array]:
