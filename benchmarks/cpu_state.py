@@ -2,11 +2,11 @@
 
     python -m benchmarks.cpu_state [--json FILE] [--quick]
 
-Each line runs our call, the peer's and (for decoding) attention over as many rows in random order and keeps the
-least time of each, so that a busy machine slows all alike. 8 heads of size 64, n_sink 4, the other defaults of the seed, positions
-"original". Decoding starts from a state that has seen 4 budgets of tokens. "on arrival" is the default, recent 0: most
-new rows go at once, in all heads in the fastest step, and nothing is copied. "a middle row" protects a quarter of the
-budget, so that every step frees a row in the middle and writes the new one.
+Each line runs our call, the peer's and (for decoding) attention over as many rows in random order and keeps the least
+time of each, so that a busy machine slows all alike. 8 heads of size 64, n_sink 4, the other defaults of the seed,
+positions "original". Decoding starts from a state that has seen 4 budgets of tokens. "on arrival" is the default,
+recent 0: most new rows go at once, in all heads in the fastest step, and nothing is copied. "a middle row" protects a
+quarter of the budget, so that every step frees a row in the middle and writes the new one.
 
 "ours" is the update, after which the next one can run; "ours read" also gathers keys and values in temporal order into
 arrays, which a state does only when they are used. The peer's update has to evaluate its arrays for the next one. There

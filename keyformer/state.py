@@ -175,7 +175,7 @@ class _Log:
         R, self.end = keys.shape[:2]  # rows written so far, of every head
         spare = max(_LEAST_SPARE, self.end // 8)
         self.capacity = self.end + spare
-        self.first = self.capacity * np.arange(R)[:, None]  # each head's first row in `flat`
+        self.first = self.capacity * np.arange(R, dtype=np.int32)[:, None]  # each head's first row in `flat`
         arrays = [mx.concatenate([a, mx.zeros((R, spare, a.shape[2]), a.dtype)], axis=1) for a in (keys, values)]
         self.flat = [a.reshape(R * self.capacity, -1) for a in arrays]
         mx.eval(arrays, self.flat)
@@ -197,7 +197,7 @@ class _Slots(NamedTuple):
     """The rows of one state in a log that had `end` rows."""
 
     log: _Log
-    at: np.ndarray  # [R, n] int64 into `log.flat`
+    at: np.ndarray  # [R, n] int32 into `log.flat`
     end: int
 
 
@@ -218,29 +218,43 @@ class _Rule(NamedTuple):
         return cls(*(getattr(state, name) for name in cls._fields))
 
     def check(self, seeds: Sequence[int], next_pos: int = 0, pos: int = 0) -> None:
-        check_integer("recent", self.recent, 0)
+        try:
+            _check_rule(*self)
+        except TypeError:  # a value that has no hash
+            _check_rule.__wrapped__(*self)
         check_integer("next_pos", next_pos, 0)
         check_integer("pos", pos, 0)
-        check_base("rope_base", self.rope_base)
-        if self.position_mode not in ("contiguous", "original"):
-            raise ValueError(f"positions: expected 'contiguous' or 'original', got {self.position_mode!r}.")
         for seed in seeds:
             check_integer("seed", seed, 0)
             if seed >= 2**64:
                 raise ValueError(f"seed: expected an integer below 2**64, got {seed}.")
-        KeyformerProxy(
-            n_sink=self.n_sink,
-            recent=self.recent,
-            tau_init=self.tau_init,
-            tau_end=self.tau_end,
-            anneal_steps=self.anneal_steps,
-        ).check_budget(self.budget)
 
     def temperatures(self, pos: int, count: int) -> list[float]:
         """tau at each decision of `count` tokens, `pos` of them inserted before."""
         if self.anneal_steps == 0 or self.tau_init == self.tau_end:
             return [self.tau_init] * count
         return [noise.temperature(t, self.tau_init, self.tau_end, self.anneal_steps) for t in range(pos, pos + count)]
+
+
+@lru_cache(maxsize=64, typed=True)
+def _check_rule(
+    n_sink: int,
+    budget: int,
+    recent: int,
+    tau_init: float,
+    tau_end: float,
+    anneal_steps: int,
+    rope_base: float,
+    position_mode: PositionMode,
+) -> None:
+    """Refuse a rule that cannot work; what has passed once costs a decoding step nothing."""
+    check_integer("recent", recent, 0)
+    check_base("rope_base", rope_base)
+    if position_mode not in ("contiguous", "original"):
+        raise ValueError(f"positions: expected 'contiguous' or 'original', got {position_mode!r}.")
+    KeyformerProxy(
+        n_sink=n_sink, recent=recent, tau_init=tau_init, tau_end=tau_end, anneal_steps=anneal_steps
+    ).check_budget(budget)
 
 
 class _Rows(NamedTuple):
@@ -535,8 +549,7 @@ def _insert(
         n = rows.keys.shape[1]
         return rows, mx.broadcast_to(mx.arange(n, dtype=mx.int32), (R, n))
     gumbel = _gumbel(tuple(seeds), pos, S)
-    positions = np.empty((R, S), np.int32)
-    positions[:] = np.arange(next_pos, next_pos + S)
+    positions = np.arange(next_pos, next_pos + S, dtype=np.int32)[None].repeat(R, axis=0)
     taus = rule.temperatures(pos, S)
     if rule.position_mode == "original" and on_cpu():
         if S == 1 and rows.keys.shape[1] > 0:
@@ -600,21 +613,22 @@ def _insert_row(
         gone = row_to_free(scores, start, rule.n_sink, rule.recent, *(scaled if tau else ()))
     kept = None
     if indices:
-        column = np.broadcast_to(np.arange(n, dtype=np.int32), (R, n))
-        kept = mx.array(_joined(column, np.full((R, 1), n, np.int32), gone))
+        column = np.broadcast_to(np.arange(n + 1, dtype=np.int32), (R, n + 1))
+        kept = mx.array(_joined([column[:, :n]], [column[:, n:]], gone)[0])
     if gone is not None and (gone == n).all():
         return rows._replace(scores=mx.array(scores)), kept
     arrived = as_numpy(new_keys)[:, 0], as_numpy(new_values)[:, 0]
     if slots is None or not slots.log.append(slots.end, *arrived):
         log = _Log(rows.keys, rows.values)
         log.append(n, *arrived)
-        slots = _Slots(log, log.first + np.arange(n), n)
+        slots = _Slots(log, log.first + np.arange(n, dtype=np.int32), n)
     log = slots.log
-    at = mx.array(_joined(slots.at, log.first + slots.end, gone))
+    old = (slots.at, scores, noise, came)
+    new = (log.first + slots.end, start[:, None], gumbel, positions)
+    at, *small = (mx.array(a) for a in _joined(old, new, gone))
     slots = _Slots(log, np.asarray(at), slots.end + 1)
     keys, values = (LoggedRows(mx.take(a, at, axis=0), slots) for a in log.flat)
-    pairs = ((scores, start[:, None]), (noise, gumbel), (came, positions))
-    return _Rows(keys, values, *(mx.array(_joined(*pair, gone)) for pair in pairs)), kept
+    return _Rows(keys, values, *small), kept
 
 
 def _starting_scores(keys: np.ndarray) -> np.ndarray:
@@ -626,16 +640,20 @@ def _starting_scores(keys: np.ndarray) -> np.ndarray:
     return scores
 
 
-def _joined(old: np.ndarray, new: np.ndarray, gone: np.ndarray | None) -> np.ndarray:
-    """old [R, n] with new [R, 1] after it, but for the column `gone` [R] of each row, n being the new one."""
+def _joined(old: Sequence[np.ndarray], new: Sequence[np.ndarray], gone: np.ndarray | None) -> list[np.ndarray]:
+    """Each old [R, n] with its new [R, 1] behind it, less the column `gone` [R] of each head, n being the new one."""
     if gone is None:
-        return np.concatenate([old, new], axis=1)
-    out = old.copy()
-    for row, at in enumerate(gone.tolist()):
-        if at < old.shape[1]:
-            out[row, at:-1] = old[row, at + 1 :]
-            out[row, -1] = new[row, 0]
-    return out
+        return [np.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)]
+    n = old[0].shape[1]
+    gone = gone.astype(np.int32)[:, None]
+    moves, joins = np.arange(n - 1, dtype=np.int32) >= gone, gone < n
+    joined = []
+    for a, b in zip(old, new, strict=True):
+        out = a.copy()
+        np.copyto(out[:, :-1], a[:, 1:], where=moves)
+        np.copyto(out[:, -1:], b, where=joins)
+        joined.append(out)
+    return joined
 
 
 def _slots(rows: _Rows) -> _Slots | None:

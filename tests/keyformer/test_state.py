@@ -286,7 +286,7 @@ def test_the_walk_on_a_device_is_the_walk_on_a_cpu(
     np.testing.assert_allclose(kept, also, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [13.0, 13.4, 40.0])
+@pytest.mark.parametrize("size", [13.0, 14.5, 40.0])
 def test_a_row_that_went_takes_no_mass_however_large_its_logits(size: float) -> None:
     """Large keys go on arrival; a later one's logits with them are 70 to 800 above those with the rows that stayed."""
     rng = np.random.default_rng(20)
