@@ -361,52 +361,29 @@ def test_a_request_for_a_draft_model_is_an_error(command: Client, reference: Any
 
 
 WRONG = [
-    ({"policy": "nonsense"}, r"policy"),
-    ({"budget": "0"}, r"budget"),
-    ({"budget": "many"}, r"budget"),
+    ({"policy": "nonsense"}, r"policy.*nonsense"),
+    ({"budget": "0"}, r"budget.*got 0"),
     ({"budget": None}, r"budget"),
     ({"kv-bits": "8"}, r"kv.bits"),
-    ({"draft-model": "FOLDER"}, r"draft.model"),
+    ({"draft-model": "some/model"}, r"draft.model"),
     ({"policy-of-mine": "1"}, r"policy-of-mine"),
 ]
-
-EACH = """
-import contextlib, io, json, runpy, sys, traceback
-results = []
-for words in json.loads(sys.argv[1]):
-    sys.argv = ["keyformer.server", *words]
-    said, code = io.StringIO(), 0
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        try:
-            runpy.run_module("keyformer.server", run_name="__main__", alter_sys=False)
-        except SystemExit as e:
-            code = e.code
-            if isinstance(code, str):
-                said.write(code)
-                code = 1
-        except BaseException:
-            traceback.print_exc(file=said)
-            code = "a traceback"
-    results.append([code, said.getvalue()])
-print(json.dumps(results))
-"""
 
 
 def test_wrong_options_end_the_command_with_a_clear_message(tiny_model_folder: Path) -> None:
     right = {"model": str(tiny_model_folder), "policy": "h2o", "budget": "32", "port": str(free_port())}
-    calls = []
-    for wrong, _ in WRONG:
+
+    def run(wrong: dict[str, str | None]) -> subprocess.CompletedProcess[str]:
         options = {k: v for k, v in (right | wrong).items() if v is not None}
-        calls.append([w.replace("FOLDER", right["model"]) for k, v in options.items() for w in (f"--{k}", v)])
-    ran = subprocess.run(
-        [sys.executable, "-c", EACH, json.dumps(calls)],
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ran.returncode == 0, ran.stderr
-    for (wrong, name), (code, said) in zip(WRONG, json.loads(ran.stdout), strict=True):
-        assert code not in (0, None, "a traceback"), (wrong, said)
-        assert re.search(name, said.lower()), (wrong, said)
-        assert "Traceback" not in said
+        words = [w for k, v in options.items() for w in (f"--{k}", v)]
+        return subprocess.run(
+            [sys.executable, "-m", "keyformer.server", *words], cwd=PROJECT, capture_output=True, text=True, timeout=60
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(run, [wrong for wrong, _ in WRONG]))
+    for (wrong, message), process in zip(WRONG, ended, strict=True):
+        assert process.returncode == 2, (wrong, process.stderr)
+        assert re.search(message, process.stderr), (wrong, process.stderr)
+        assert "Traceback" not in process.stderr
+        assert process.stdout == ""
