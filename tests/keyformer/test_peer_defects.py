@@ -475,7 +475,11 @@ def test_d17_a_bad_key_goes_first_and_costs_no_sink(name: str, value: float) -> 
         assert one[:4] == two[:4] == [0, 1, 2, 3]
         assert one[-4:] == two[-4:] == [56, 57, 58, 59]
         assert 6 not in one
-        assert mx.all(mx.isfinite(cache.state[0])).item()
+        keys, _, scores, *_ = cache.state
+        assert mx.all(mx.isfinite(keys)).item()
+        assert mx.all(mx.isfinite(scores)).item()  # no other row's score has been spoilt
+        if POLICIES[name]().attention in ("query", "key"):
+            assert scores[0, 0].max().item() > 0
 
 
 def test_d17_on_the_functional_path_too() -> None:
