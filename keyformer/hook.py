@@ -7,7 +7,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -77,7 +79,7 @@ def _planned(
         raise ValueError(f"policy: expected a policy such as keyformer.H2O(), got {policy!r}.")
     if positions not in ("original", "contiguous"):
         raise ValueError(f"positions: expected 'original' or 'contiguous', got {positions!r}.")
-    with _own_make_cache(model):
+    with _own_make_cache():
         readers = _evicting_layers(model, needed=policy.attention == "query")
         layers = list(readers)
         ropes: Sequence[Rope | None] = [None] * len(layers)
@@ -97,7 +99,7 @@ def _planned(
             layer: KeyformerKVCache(policy, rows, layer, prefill, rope=rope, uneven=uneven, readers=readers[layer])
             for layer, rows, rope in zip(layers, budgets, ropes, strict=True)
         }
-        with _own_make_cache(model):
+        with _own_make_cache():
             return _with_caches(_default_cache(model), new)
 
     # a first time here: what a cache refuses is refused before generation begins
@@ -122,32 +124,38 @@ def _once(model: Module, name: str, find: Callable[[], Any]) -> Any:
     return _findings[key]
 
 
-class _CacheMaker:
-    """Stands in for a model's `make_cache`, which mlx-lm asks for the caches of a new text."""
+# in this thread: mlx-lm makes the caches that a model would have without us
+_without_us: ContextVar[bool] = ContextVar("_without_us", default=False)
 
-    def __init__(self, before: Any) -> None:
+
+class _CacheMaker:
+    """Stands in for a model's `make_cache`, which mlx-lm asks for the caches of a new text.
+
+    It stays in its place while the model's own caches are asked for: another thread may be generating.
+    """
+
+    def __init__(self, model: Module, before: Any) -> None:
+        self.model = model
         self.before = before  # what the model itself had under that name, if anything
         self.blocks: list[Callable[[], list[Any]]] = []  # the last one to begin decides
 
     def __call__(self) -> list[Any]:
-        return self.blocks[-1]()
+        if not _without_us.get():
+            return self.blocks[-1]()
+        if self.before is not None:
+            return list(self.before())
+        own = getattr(type(self.model), "make_cache", None)
+        return list(own(self.model) if own else _default_cache(SimpleNamespace(layers=self.model.layers)))
 
 
 @contextmanager
-def _own_make_cache(model: Module) -> Iterator[None]:
-    """Within this block mlx-lm makes the caches that the model would have without us."""
-    ours = vars(model).get("make_cache")
-    if not isinstance(ours, _CacheMaker):
-        yield
-        return
-    if ours.before is None:
-        del model.make_cache
-    else:
-        model.make_cache = ours.before
+def _own_make_cache() -> Iterator[None]:
+    """Within this block mlx-lm makes the caches that a model would have without us."""
+    before = _without_us.set(True)
     try:
         yield
     finally:
-        model.make_cache = ours
+        _without_us.reset(before)
 
 
 @contextmanager
@@ -183,7 +191,7 @@ def attached(
 
     make = None
     if policy is None:
-        with _own_make_cache(model):
+        with _own_make_cache():
             _evicting_layers(model, needed=True)
     else:
         make = _planned(model, policy, budget, prefill, positions, allocate)
@@ -199,7 +207,7 @@ def attached(
 def _makes_caches(model: Module, make: Callable[[], list[Any]]) -> Iterator[None]:
     maker = vars(model).get("make_cache")
     if not isinstance(maker, _CacheMaker):
-        maker = model.make_cache = _CacheMaker(maker)
+        maker = model.make_cache = _CacheMaker(model, maker)
     maker.blocks.append(make)
     try:
         yield
