@@ -11,6 +11,8 @@ import copy
 import json
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -987,6 +989,31 @@ def test_blocks_on_one_model_may_end_in_any_order(model: Any, undone: Any) -> No
     assert [c.policy for c in mlx_cache.make_prompt_cache(model)] == [Window()] * 2
     two.__exit__(None, None, None)
     undone()
+
+
+def test_threads_get_evicting_caches_whatever_the_others_do(model: Any, undone: Any) -> None:
+    """Two threads that generate, and one that begins and ends blocks of its own."""
+    found: Counter[type] = Counter()
+
+    def make() -> None:
+        for _ in range(60):
+            found.update(type(c) for c in mlx_cache.make_prompt_cache(model))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with attached(model, H2O(), 14):
+            threads = [threading.Thread(target=make) for _ in range(2)]
+            for t in threads:
+                t.start()
+            for _ in range(10):
+                with attached(model, Window(), 9):
+                    pass
+            for t in threads:
+                t.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == {KeyformerKVCache: 2 * 2 * 60}
 
 
 def test_two_models_each_with_its_own(model: Any, tokenizer: Any, undone: Any) -> None:
