@@ -31,7 +31,7 @@ report: $(ready)  ## print the last sweep's table again (ARGS="--experiment NAME
 	@$(python) -m pipeline.report $(ARGS)
 
 test: $(ready)  ## run the tests (ARGS="-k name")
-	@$(python) -m pytest -q -m "not browser" $(ARGS)
+	@$(python) -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not browser" $(ARGS)
 
 test-browser: $(ready)  ## look at the MLflow UI through a headless chromium
 	@command -v chromium >/dev/null || \
