@@ -124,7 +124,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
 
     def size(self) -> int:
         """Rows stored by the longest sequence."""
-        return max(self.sizes())
+        return max(self.sizes(), default=0)
 
     def _stored(self, b: int) -> int:
         return super()._stored(b) if self._parts is None else self._parts[b].size()
@@ -223,6 +223,12 @@ class BatchKeyformerKVCache(KeyformerKVCache):
             self._hold(parts)
         self._count()
         self._announced = True
+
+    def abandon_prefill(self) -> None:
+        """Nobody will call `end_prefill()` after all: the prompt ends as one that was never announced."""
+        for p in self._parts or []:
+            p.abandon_prefill()
+        self._announced = False
 
     def end_prefill(self) -> None:
         """The prompt has ended: each sequence selects the rows it keeps. Calling it again does nothing."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _STEP = 256
 _UNBOUNDED = 2**31 - 2
+_STATE_VERSION = 1
 NO_WINDOW = (
     "KeyformerKVCache serves global attention only, got a sliding window of {}; keep mlx-lm's RotatingKVCache for that "
     "layer."
@@ -251,6 +252,10 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             self._open_prompt()
         self._announced = True
 
+    def abandon_prefill(self) -> None:
+        """Nobody will call `end_prefill()` after all: the prompt ends as one that was never announced."""
+        self._announced = False
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store new rows [B, Hkv, S, D] and return all rows this call attends to: those kept so far, then the new ones.
 
@@ -407,6 +412,14 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """
         if self.keys is not None or self.prefill == "chunked":
             raise ValueError("set_prompt: expected an empty cache with prefill 'full'.")
+        rows = keys.shape[:3]
+        wanted = (*rows, self.policy.window) if self.policy.window and scores is not None else None
+        for name, given, shape in (("scores", scores, rows), ("masses", masses, wanted)):
+            if name == "masses" and (given is None) != (shape is None):
+                raise ValueError(f"set_prompt: masses go with scores of a policy with a window, got {self.policy}.")
+            if given is not None and given.shape != shape:
+                raise ValueError(f"set_prompt: expected {name} {shape} for keys {keys.shape}, got {given.shape}.")
+        self._check_call(keys, values)
         self._append(keys, values)
         if scores is not None:
             n = keys.shape[2]
@@ -581,7 +594,8 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             self.masses = mx.concatenate([self.masses[..., S:], mass], axis=3)
             self.scores = mx.where(self.scores == -mx.inf, -mx.inf, self.masses.sum(axis=3))
             return
-        before = self.scores[..., :n] if p.decay == 1 else self.scores[..., :n] * p.decay**S
+        # a score of -inf, times a number that float32 knows from 0, stays what it is
+        before = self.scores[..., :n] if p.decay == 1 else self.scores[..., :n] * max(p.decay**S, 1e-37)
         if n == self.scores.shape[2]:
             self.scores = before + mass
         else:
@@ -691,8 +705,10 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             index = None if self._free is None else self._temporal()
             n = self._rows[0]
             arrays = tuple(None if a is None else a[:, :, :n] if index is None else _take(a, index) for a in arrays)
+        known = type(self.policy) in (Policy, POLICIES.get(self.policy.name))
         settings = {
-            "policy": {"name": self.policy.name, **asdict(self.policy)},
+            "version": _STATE_VERSION,
+            "policy": {"name": self.policy.name, **asdict(self.policy)} if known else None,
             "budget": self.budget,
             "layer": self.layer,
             "prefill": self.prefill,
@@ -714,6 +730,16 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
     def state(self, v: Any) -> None:
         *arrays, text = v
         s = json.loads(text)
+        if s.get("version") != _STATE_VERSION:
+            raise ValueError(
+                f"state: expected version {_STATE_VERSION}, got {s.get('version')}: it was saved by another version of "
+                "keyformer; read the prompt again."
+            )
+        if s["policy"] is None:
+            raise ValueError(
+                "state: expected a policy of keyformer.POLICIES or keyformer.Policy itself, got one of another class, "
+                "which cannot be made again from text."
+            )
         name, choices = s["policy"].pop("name"), s["policy"]
         policy = make_policy(name, **choices) if name in POLICIES else Policy(**choices)
         rope = None if s["rope"] is None else Rope.from_json(s["rope"])

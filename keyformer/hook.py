@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm.models.cache
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models.cache import CacheList, KVCache
 from mlx_lm.models.cache import make_prompt_cache as _default_cache
 
@@ -26,6 +28,7 @@ from .policies import POLICIES, Policy
 from .rope import Rope, read_ropes
 
 log = logging.getLogger(__name__)
+_lock = RLock()  # what is patched, and how often
 _NAME = "scaled_dot_product_attention"
 
 # load_prompt_cache looks classes up among that module's names
@@ -112,16 +115,25 @@ def cache_counts(caches: Sequence[Any]) -> dict[str, int]:
     return dict(Counter(type(c).__name__ for c in leaves(caches)))
 
 
-_findings: dict[tuple[int, str], Any] = {}
+# (model, what) -> the model's modules then, and what was found
+_findings: dict[tuple[int, str], tuple[Any, Any]] = {}
 
 
 def _once(model: Module, name: str, find: Callable[[], Any]) -> Any:
-    """What `find` says of this model, asked once as long as the model lives."""
+    """What `find` says of this model, asked once for the modules it has."""
+    modules = [m for _, m in model.named_modules()]
+    now = [(id(m), m.dims, m.base, m.scale, m.traditional) if isinstance(m, RoPE) else id(m) for m in modules]
     key = id(model), name
-    if key not in _findings:
-        _findings[key] = find()
+    with _lock:
+        known = _findings.get(key)
+    if known is not None and known[0] == now:
+        return known[1]
+    found = find()
+    with _lock:
+        _findings[key] = now, found
+    if known is None:
         weakref.finalize(model, _findings.pop, key, None)
-    return _findings[key]
+    return found
 
 
 # in this thread: mlx-lm makes the caches that a model would have without us
@@ -205,18 +217,22 @@ def attached(
 
 @contextmanager
 def _makes_caches(model: Module, make: Callable[[], list[Any]]) -> Iterator[None]:
-    maker = vars(model).get("make_cache")
-    if not isinstance(maker, _CacheMaker):
-        maker = model.make_cache = _CacheMaker(model, maker)
-    maker.blocks.append(make)
+    with _lock:
+        before = vars(model).get("make_cache")
+        maker = before if isinstance(before, _CacheMaker) else _CacheMaker(model, before)
+        maker.blocks.append(make)
+        model.make_cache = maker
     try:
         yield
     finally:
-        maker.blocks.remove(make)
-        if not maker.blocks and maker.before is None:
-            del model.make_cache
-        elif not maker.blocks:
-            model.make_cache = maker.before
+        with _lock:
+            maker.blocks.remove(make)
+            # unless somebody has put another in its place
+            if not maker.blocks and vars(model).get("make_cache") is maker:
+                if maker.before is None:
+                    del model.make_cache
+                else:
+                    model.make_cache = maker.before
 
 
 # -- which layers ------------------------------------------------------------------------------------------------------
@@ -323,26 +339,41 @@ _untold: list[tuple[Any, str, Any]] = []  # what to put back: owner, name, origi
 def _told_prompts() -> Iterator[None]:
     """mlx-lm's generation calls `begin_prefill` and `end_prefill` of our caches."""
     global _told
-    generation = importlib.import_module("mlx_lm.generate")
-    if _told == 0:
-        for name, wrap in (("generate_step", _telling_step), ("speculative_generate_step", _refusing_draft)):
-            original = getattr(generation, name)
-            wrapped = wrap(original)
-            # under every name it was imported by
-            for module in list(sys.modules.values()):
-                for alias in [k for k, v in list(vars(module).items()) if v is original] if module else []:
-                    _patch(module, alias, wrapped)
-        _patch(generation.GenerationBatch, "__init__", _ending(generation.GenerationBatch.__init__))
-        _patch(generation.PromptProcessingBatch, "prompt", _beginning(generation.PromptProcessingBatch.prompt))
-        _patch(generation.BatchGenerator, "__init__", _refusing_size(generation.BatchGenerator.__init__))
-        _patch(generation, "_merge_caches", _refusing_mixtures(generation._merge_caches))
-    _told += 1
+    with _lock:
+        if _told == 0:
+            try:
+                _patch_generation()
+            except BaseException:
+                _unpatch_generation()
+                raise
+        _told += 1
     try:
         yield
     finally:
-        _told -= 1
-        while _told == 0 and _untold:
-            setattr(*_untold.pop())
+        with _lock:
+            _told -= 1
+            if _told == 0:
+                _unpatch_generation()
+
+
+def _patch_generation() -> None:
+    generation = importlib.import_module("mlx_lm.generate")
+    for name, wrap in (("generate_step", _telling_step), ("speculative_generate_step", _refusing_draft)):
+        original = getattr(generation, name)
+        wrapped = wrap(original)
+        # under every name it was imported by
+        for module in list(sys.modules.values()):
+            for alias in [k for k, v in list(getattr(module, "__dict__", {}).items()) if v is original]:
+                _patch(module, alias, wrapped)
+    _patch(generation.GenerationBatch, "__init__", _ending(generation.GenerationBatch.__init__))
+    _patch(generation.PromptProcessingBatch, "prompt", _beginning(generation.PromptProcessingBatch.prompt))
+    _patch(generation.BatchGenerator, "__init__", _refusing_size(generation.BatchGenerator.__init__))
+    _patch(generation, "_merge_caches", _refusing_mixtures(generation._merge_caches))
+
+
+def _unpatch_generation() -> None:
+    while _untold:
+        setattr(*_untold.pop())
 
 
 def _patch(owner: Any, name: str, new: Any) -> None:
@@ -370,8 +401,6 @@ def _telling_step(original: Any) -> Any:
             _refuse("max_kv_size", options["max_kv_size"], "set the budget instead.")
         if options.get("kv_bits") is not None:
             _refuse("kv_bits", options["kv_bits"], "keys and values keep the model's dtype; leave it unset.")
-        for c in ours:
-            c.begin_prefill()
         tell = options.get("prompt_progress_callback")
 
         def progress(done: int, total: int) -> None:
@@ -381,7 +410,19 @@ def _telling_step(original: Any) -> Any:
             if tell is not None:
                 tell(done, total)
 
-        return original(prompt, model, *args, **{**options, "prompt_progress_callback": progress})
+        def run() -> Iterator[Any]:
+            for c in ours:
+                c.begin_prefill()
+            try:
+                yield from original(prompt, model, *args, **{**options, "prompt_progress_callback": progress})
+            except GeneratorExit:  # after a prompt that has ended
+                raise
+            except BaseException:
+                for c in ours:
+                    c.abandon_prefill()
+                raise
+
+        return run()
 
     return generate_step
 
@@ -400,9 +441,15 @@ def _refusing_draft(original: Any) -> Any:
 
 def _beginning(original: Any) -> Any:
     def prompt(self: Any, tokens: list[list[int]]) -> None:
-        for c in _ours(self.prompt_cache) if tokens else []:
+        ours = _ours(self.prompt_cache) if tokens else []
+        for c in ours:
             c.begin_prefill()
-        original(self, tokens)
+        try:
+            original(self, tokens)
+        except BaseException:
+            for c in ours:
+                c.abandon_prefill()
+            raise
 
     return prompt
 
@@ -491,17 +538,19 @@ def _shows_queries(model: Module) -> Iterator[None]:
 def _patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
     """Change a name of a module's namespace or of a class, unless another block has; returns what ends the wish."""
     key = id(owner), name
-    if key not in _patches:
-        _patches[key] = _Patch((owner if isinstance(owner, dict) else vars(owner))[name])
-        _assign(owner, name, make(_patches[key].original))
-    patch = _patches[key]
-    patch.blocks += 1
+    with _lock:
+        if key not in _patches:
+            _patches[key] = _Patch((owner if isinstance(owner, dict) else vars(owner))[name])
+            _assign(owner, name, make(_patches[key].original))
+        patch = _patches[key]
+        patch.blocks += 1
 
     def restore() -> None:
-        patch.blocks -= 1
-        if patch.blocks == 0:
-            del _patches[key]
-            _assign(owner, name, patch.original)
+        with _lock:
+            patch.blocks -= 1
+            if patch.blocks == 0:
+                del _patches[key]
+                _assign(owner, name, patch.original)
 
     return restore
 

@@ -18,7 +18,10 @@ Normalize = Literal["none", "count"]
 
 _CHOICES = {"attention": Attention, "noise": Noise, "distribution": Distribution, "normalize": Normalize}
 _MOST_ROWS = 2**30  # twice as many still is an int32
+_MOST_STEPS = 2**31 - 1
+_MOST_QUERIES = 4096  # counted one by one: each costs a row 4 bytes per head
 _MOST_POOLED = 255
+_MOST_TAU = 1e30  # times the largest noise it still is a float32
 _LEAST_DIVISOR = 1e-6  # logits divided by less leave float32
 
 
@@ -100,16 +103,17 @@ class Policy:
                 raise ValueError(f"recent: expected a number of rows or a fraction in [0, 1), got {self.recent!r}.")
         else:
             check_integer("recent", self.recent, 0)
-        for name in ("window", "n_sink", "recent"):
-            if getattr(self, name) > _MOST_ROWS:
-                raise ValueError(f"{name}: expected at most {_MOST_ROWS} rows, got {getattr(self, name)}.")
+        bounds = {"window": _MOST_QUERIES, "anneal_steps": _MOST_STEPS, "n_sink": _MOST_ROWS, "recent": _MOST_ROWS}
+        for name, bound in bounds.items():
+            if getattr(self, name) > bound:
+                raise ValueError(f"{name}: expected at most {bound}, got {getattr(self, name)}.")
         self._check_use()
 
     def _check_temperature(self) -> None:
         for name in ("tau_init", "tau_end"):
             value = getattr(self, name)
-            if not _is_number(value) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}.")
+            if not _is_number(value) or not math.isfinite(value) or not 0 <= value <= _MOST_TAU:
+                raise ValueError(f"{name}: expected a finite number from 0 to {_MOST_TAU:g}, got {value!r}.")
         if self.attention == "query" and self.noise != "select" and self.tau_init < _LEAST_DIVISOR:
             raise ValueError(
                 f"tau_init: the logits are divided by it, expected at least {_LEAST_DIVISOR}, got {self.tau_init}."

@@ -54,7 +54,8 @@ def attention_mass(
         tile_bytes: bound on one tile's float32 logits; queries are taken in tiles of this size.
 
     Returns:
-        [B, Hkv, n] float32 (or [B, Hkv, S, n]). A query with a NaN or infinite component gives no mass.
+        [B, Hkv, n] float32 (or [B, Hkv, S, n]), never NaN. A query with a NaN or infinite component gives no mass, and
+        neither does a tile of queries with logits that leave float32.
     """
     B, Hq, S = queries.shape[:3]
     Hkv, n = keys.shape[1], keys.shape[2]
@@ -81,6 +82,7 @@ def attention_mass(
         last = min(first + tile, S)
         seen = n - S + last if isinstance(mask, str) else n
         part = _tile_mass(asked, first, last, seen, per_query)
+        part = mx.where(mx.isnan(part), 0.0, part)  # finite numbers whose product is not
         part = mx.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, n - seen)]) if seen < n else part
         if per_query:
             parts.append(part)

@@ -677,3 +677,78 @@ def test_stream_generate(loaded: tuple[Any, Any], kind: str, prefill: str, prefi
         assert answer != plain
         assert [c.size() for c in small] == [12] * len(small)
         assert all(c.keys.shape[2] == 13 for c in small)
+
+
+# -- what a breaker found ----------------------------------------------------------------------------------------------
+
+
+def test_a_bad_key_stays_ranked_last_when_scores_fade_to_nothing() -> None:
+    """0.5 ** 200 is 0 in float32, and -inf times 0 is no number."""
+    stream = Stream.random(0, 420, 2, 1, 4, 4)
+    stream.k[0, 0, 3, 0] = math.nan
+    cache = KeyformerKVCache(H2O(decay=0.5, recent=0), 50)
+    for first, last in ((0, 20), (20, 220), (220, 420)):
+        attend(cache, *stream.part(first, last), stream.scale)
+    assert cache.scores is not None
+    scores = np.array(cache.scores[0, 0, :420])
+    assert scores[3] == -math.inf
+    assert np.isfinite(np.delete(scores, 3)).all()
+
+
+def test_logits_that_leave_float32_spoil_no_score() -> None:
+    stream = Stream.random(1, 30, 2, 1, 4, 4)
+    stream.k[0, 0, 5] = 3e38
+    cache = KeyformerKVCache(H2O(), 12)
+    attend(cache, *stream.part(0, 20), stream.scale)
+    stream.q[0, :, 20] = 1e10
+    attend(cache, *stream.part(20, 21), stream.scale)
+    for at in range(21, 30):
+        attend(cache, *stream.part(at, at + 1), stream.scale)
+    assert np.isfinite(kept_scores(cache)).all()
+    assert cache.size() == 12
+
+
+@pytest.mark.parametrize("through", ["state", "file"])
+def test_a_state_of_another_version_or_policy_is_refused_by_name(through: str, tmp_path: Path) -> None:
+    class Mine(H2O):
+        def recent_rows(self, budget: int) -> int:
+            return 6
+
+    stream = Stream.random(2, 9, 2, 1, 4, 4)
+    for policy, message in ((H2O(), "expected version 1, got 0"), (Mine(), "expected a policy of keyformer.POLICIES")):
+        cache = KeyformerKVCache(policy, 8)
+        attend(cache, *stream.part(0, 9), stream.scale)
+        *arrays, text = cache.state
+        state = (*arrays, text.replace('"version": 1', '"version": 0') if policy == H2O() else text)
+        if through == "file":
+            mlx_cache.save_prompt_cache(str(tmp_path / "c.safetensors"), [SavedAs(state)])
+        with pytest.raises(ValueError, match=message):
+            if through == "file":
+                mlx_cache.load_prompt_cache(str(tmp_path / "c.safetensors"))
+            else:
+                KeyformerKVCache.from_state(state)
+
+
+def SavedAs(state: object) -> object:
+    """Something that mlx-lm saves under our class's name."""
+    return type("KeyformerKVCache", (), {"state": state})()
+
+
+def test_set_prompt_refuses_what_does_not_fit() -> None:
+    stream = Stream.random(3, 9, 2, 2, 4, 4)
+    scores = mx.ones((1, 2, 9))
+    for policy, k, given, message in (
+        (H2O(), mx.concatenate([stream.k, stream.k]), {}, "expected a batch of 1, got 2"),
+        (H2O(), stream.k, {"scores": scores[..., :5]}, r"expected scores \(1, 2, 9\)"),
+        (H2O(window=3, recent=0), stream.k, {"scores": scores}, "masses go with scores"),
+        (H2O(), stream.k, {"scores": scores, "masses": scores[..., None]}, "masses go with scores"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            KeyformerKVCache(policy, 8).set_prompt(k, stream.v, **given)
+
+
+def test_a_batch_without_sequences() -> None:
+    batch = KeyformerKVCache.merge([KeyformerKVCache(Window(), 4)])
+    batch.filter([])
+    assert batch.size() == 0
+    assert batch.nbytes == 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models import base, gemma2, gemma3_text, gpt_oss, llama, qwen3
@@ -18,6 +20,7 @@ from small import NO_QUERIES, a_policy, feed, kept_positions, randomize, step, t
 import keyformer
 from keyformer import H2O, Full, Keyformer, KeyformerKVCache, Window, attached, make_prompt_cache
 
+mlx_generate = importlib.import_module("mlx_lm.generate")
 PACKAGE = Path(keyformer.__file__).parent
 
 
@@ -246,6 +249,62 @@ def test_odd_groups_and_head_sizes_score_the_right_heads() -> None:
         assert c.size() == 9
         # every row has received its share: 3 heads x (20 - position) queries at most, and in all no more than that
         assert 0 < c.scores.sum().item() < 2 * 3 * 24
+
+
+# -- what a breaker found ----------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_breaks_off_is_no_longer_waited_for() -> None:
+    """An exception between two chunks; decoded tokens that follow by hand then keep to the budget."""
+    model = tiny_llama()
+
+    def stop(done: int, total: int) -> None:
+        if done == 32:
+            raise KeyboardInterrupt
+
+    caches = make_prompt_cache(model, H2O(), 8)
+    with attached(model):
+        with pytest.raises(KeyboardInterrupt):
+            for _ in mlx_generate.generate_step(
+                tokens(60), model, prompt_cache=caches, prefill_step_size=16, prompt_progress_callback=stop
+            ):
+                pass
+        for t in range(20):
+            step(model, caches, t)
+    assert [(c.size(), c.offset) for c in caches] == [(8, 52)] * 2
+
+
+def test_a_model_that_changes_is_looked_at_again() -> None:
+    model = tiny_llama()
+
+    def slow() -> float:
+        return float(make_prompt_cache(model, Window(), 16, positions="contiguous")[0].rope.wavelengths[1])
+
+    assert slow() == pytest.approx(10000 ** (1 / 8))
+    for layer in model.layers:
+        layer.self_attn.rope = nn.RoPE(16, base=500000.0)
+    assert slow() == pytest.approx(500000 ** (1 / 8))
+    model.layers[0].self_attn.rope.base = model.layers[1].self_attn.rope.base = 1000.0
+    assert slow() == pytest.approx(1000 ** (1 / 8))
+    model.model.layers.append(model.layers[0])
+    assert len(make_prompt_cache(model, H2O(), 16)) == 3
+
+
+def test_make_cache_of_ones_own_is_left_alone() -> None:
+    model = tiny_llama()
+    mine = lambda: [KVCache(), KVCache()]  # noqa: E731
+    with attached(model, H2O(), 8):
+        model.make_cache = mine
+    assert model.make_cache is mine
+
+
+def test_modules_of_all_kinds_may_be_loaded() -> None:
+    sys.modules["odd"] = object()  # type: ignore[assignment]
+    try:
+        with attached(tiny_llama(), H2O(), 8):
+            pass
+    finally:
+        del sys.modules["odd"]
 
 
 # -- the package -------------------------------------------------------------------------------------------------------

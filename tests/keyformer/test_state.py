@@ -706,7 +706,7 @@ BAD = [
     ({"budget": True}, "budget: expected an integer"),
     ({"n_sink": 4}, "budget: expected more rows than are protected .* got 4; use at least 5"),
     ({"n_sink": 2, "recent": 2}, "budget: expected more rows than are protected"),
-    ({"tau_init": -0.1}, "tau_init: expected a finite number of at least 0"),
+    ({"tau_init": -0.1}, "tau_init: expected a finite number from 0"),
     ({"tau_init": math.nan}, "tau_init: expected a finite"),
     ({"tau_end": math.inf}, "tau_end: expected a finite"),
     ({"tau_end": -1.0}, "tau_end: expected a finite"),
