@@ -8,10 +8,14 @@ The text goes to standard output as it comes; what it took goes to standard erro
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
+import os
+import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from . import command
 from .cache import KeyformerKVCache
-from .command import EVICTION_OPTIONS, Eviction
+from .command import EVICTION_OPTIONS, Eviction, Refusal, refusing, replacing, say
 from .hook import attached, cache_counts, leaves, make_prompt_cache
 
 _PROGRAM = "keyformer.generate"
@@ -31,8 +35,7 @@ _METADATA = "keyformer"  # where a cache file says which model and options it wa
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; `arguments` are those of the command line. Returns the exit code (`keyformer.command.run`)."""
-    options = _parser().parse_args(arguments)
-    return command.run(_PROGRAM, lambda: _generate(options))
+    return command.run(_PROGRAM, lambda: _generate(_parser().parse_args(arguments)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--temp", metavar="T", type=_temperature, default=0.0, help="of sampling (default: 0, greedy)")
     group.add_argument("--top-p", metavar="P", type=_probability, default=1.0, help="of sampling (default: 1, off)")
     group.add_argument(
-        "--seed", metavar="N", type=int, help="of sampling; the seed of a policy's noise is --set seed=N"
+        "--seed", metavar="N", type=command.seed, help="of sampling; the seed of a policy's noise is --set seed=N"
     )
     group.add_argument(
         "--prompt-cache-file",
@@ -81,21 +84,27 @@ def _number(text: str, fits: Callable[[float], bool], expected: str) -> float:
 
 def _generate(options: argparse.Namespace) -> None:
     file: Path | None = options.prompt_cache_file
-    if file is not None and (file.suffix != ".safetensors" or not file.parent.is_dir()):
-        raise ValueError(f"--prompt-cache-file: expected a .safetensors file in a folder that exists, got {file}.")
-    caches, made_with = _saved(file, options) if file is not None and file.exists() else (None, options)
-    eviction = Eviction.read(made_with)
-    text = command.read_prompt(options)
-    model, tokenizer = command.load_model(options.model)
-    prompt = command.encode(tokenizer, text, options)
-    base, seen = len(prompt), 0  # what a fractional budget is of; tokens that came before
-    if caches is None:
-        caches = make_prompt_cache(model, **eviction.arguments(base))
-    else:
-        base, seen = made_with.prompt_tokens, made_with.seen
-    if options.seed is not None:
-        mx.random.seed(options.seed)
-    with attached(model, **eviction.arguments(base)):
+    with ExitStack() as stack:
+        begun = file is not None and stack.enter_context(_held(file))
+        caches, made_with = _saved(file, options) if file is not None and begun else (None, options)
+        eviction = Eviction.read(made_with)
+        text = command.read_prompt(options)
+        model, tokenizer = command.load_model(options.model)
+        prompt = command.encode(tokenizer, text, options)
+        # what a fractional budget is of; tokens that came before
+        base, seen = (len(prompt), 0) if caches is None else (made_with.prompt_tokens, made_with.seen)
+        with refusing():
+            fresh = make_prompt_cache(model, **eviction.arguments(base))
+            stack.enter_context(attached(model, **eviction.arguments(base)))
+        if caches is None:
+            caches = fresh
+        elif list(map(_kind, leaves(caches))) != list(map(_kind, leaves(fresh))):
+            raise Refusal(
+                f"--prompt-cache-file: expected the caches of {options.model}, got those of another model in {file}; "
+                "name another file."
+            )
+        if options.seed is not None:
+            mx.random.seed(options.seed)
         for response in stream_generate(
             model,
             tokenizer,
@@ -105,20 +114,69 @@ def _generate(options: argparse.Namespace) -> None:
             prompt_cache=caches,
             prefill_step_size=options.prefill_step_size,
         ):
-            print(response.text, end="", flush=True)
-    print(flush=True)
-    seen += response.prompt_tokens + response.generation_tokens  # mlx-lm feeds the last token too
-    for name, value in _figures(response, eviction.describe(base), caches, seen):
-        print(f"{name:<11} {value}", file=sys.stderr)
-    if file is not None:
-        kept = {name: getattr(made_with, name) for name in EVICTION_OPTIONS}
-        metadata = {_METADATA: json.dumps({"model": options.model, "prompt_tokens": base, "seen": seen} | kept)}
+            say(response.text)
+        say("\n")
+        seen += response.prompt_tokens + response.generation_tokens  # mlx-lm feeds the last token too
+        if file is not None:
+            kept = {name: getattr(made_with, name) for name in EVICTION_OPTIONS}
+            metadata = {_METADATA: json.dumps({"model": options.model, "prompt_tokens": base, "seen": seen} | kept)}
+            with replacing(file, "--prompt-cache-file") as new:
+                save_prompt_cache(str(new), caches, metadata)
+        lines = _figures(response, eviction.describe(base), caches, seen)
+        say("".join(f"{name:<11} {value}\n" for name, value in lines), sys.stderr)
+
+
+def _kind(cache: Any) -> tuple[Any, ...]:
+    """What is the same in all caches that one model makes for a layer under the same options."""
+    if not isinstance(cache, KeyformerKVCache):
+        return (type(cache),)
+    return type(cache), cache.policy, cache.budget, cache.layer, cache.prefill, cache.rope, cache.uneven, cache.readers
+
+
+@contextmanager
+def _held(file: Path) -> Iterator[bool]:
+    """Nobody else goes on with the conversation in `file` inside the block. Yields whether it has begun.
+
+    The file itself is what is locked; one that has not begun is empty meanwhile, and gone if nothing comes of it.
+    """
+    if file.suffix != ".safetensors":
+        raise Refusal(f"--prompt-cache-file: expected a .safetensors file in a folder that exists, got {file}.")
+    with ExitStack() as stack:
         try:
-            save_prompt_cache(str(file), caches, metadata)
-        except RuntimeError as error:
-            raise ValueError(
-                f"--prompt-cache-file: expected a file that can be written, got {file} ({error})."
+            os.fspath(file).encode()  # MLX opens no other names
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+            stack.callback(os.close, descriptor)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise Refusal(f"--prompt-cache-file: expected a regular file, got {file}.")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is(file, descriptor):  # who had locked it has just put another in its place
+                raise BlockingIOError
+        except BlockingIOError:
+            raise Refusal(
+                f"--prompt-cache-file: expected a conversation that nobody else goes on with, got {file}, which "
+                "another process has in use; wait for that process or name another file."
+            ) from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise Refusal(
+                f"--prompt-cache-file: expected a .safetensors file in a folder that exists, got {file}."
+            ) from None
+        except (OSError, UnicodeError) as error:
+            raise Refusal(
+                f"--prompt-cache-file: expected a file that can be read and written, got {file} ({error})."
             ) from error
+        begun = os.fstat(descriptor).st_size > 0
+        try:
+            yield begun
+        finally:
+            if not begun and _is(file, descriptor):  # nothing has taken its place
+                file.unlink()
+
+
+def _is(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(file.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _figures(response: Any, policy: str, caches: list[Any], seen: int) -> list[tuple[str, str]]:
@@ -158,29 +216,44 @@ def _saved(file: Path, options: argparse.Namespace) -> tuple[list[Any], argparse
     """The caches in `file` and the options they were made with."""
     try:
         caches, metadata = load_prompt_cache(str(file), return_metadata=True)
-        made_with = json.loads(metadata[_METADATA])
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"--prompt-cache-file: expected a cache saved by {_PROGRAM}, got {file} ({error}); name another file."
+        # MLX reads rows when they are needed; what happens to the file by then must not matter
+        mx.eval([c.state for c in caches])
+        made_with = argparse.Namespace(**json.loads(metadata[_METADATA]))
+        eviction = Eviction.read(made_with)
+        described = eviction.describe(made_with.prompt_tokens)
+        model, base, seen = made_with.model, made_with.prompt_tokens, made_with.seen
+        if not 0 < base <= seen:
+            raise ValueError(f"{seen} tokens, {base} of them of the first prompt")
+    except Exception as error:  # a file may hold anything, and break mlx-lm's reader or ours in any way
+        raise Refusal(
+            f"--prompt-cache-file: expected a cache saved by {_PROGRAM}, got {file} ({command.reason(error)}); name "
+            "another file."
         ) from error
-    model, then = made_with.pop("model"), argparse.Namespace(**made_with)
     if options.model != model:
-        raise ValueError(
+        raise Refusal(
             f"--model: expected {model}, with which {file} was made, got {options.model}; take that model or name "
             "another --prompt-cache-file."
         )
     if options.system_prompt is not None:
-        raise ValueError(
+        raise Refusal(
             f"--system-prompt: expected to be left out, since {file} goes on with a text that has begun, got "
             f"{options.system_prompt!r}."
         )
-    given = [name for name in EVICTION_OPTIONS if getattr(options, name) is not None]
-    if given and Eviction.read(options) != (eviction := Eviction.read(then)):
-        raise ValueError(
-            f"--{given[0]}: expected the options {file} was made with ({eviction.describe(then.prompt_tokens)}), got "
-            "others; leave the options of eviction out or name another --prompt-cache-file."
-        )
-    return caches, then
+    for name in EVICTION_OPTIONS:
+        value = getattr(options, name)
+        if value is not None and not _agrees(eviction, made_with, {name: value}):
+            raise Refusal(
+                f"--{name}: expected the options {file} was made with ({described}), since they belong to the file, "
+                f"got {value!r}; leave the options of eviction out or name another --prompt-cache-file."
+            )
+    return caches, made_with
+
+
+def _agrees(eviction: Eviction, made_with: argparse.Namespace, given: dict[str, Any]) -> bool:
+    try:
+        return Eviction.read(argparse.Namespace(**vars(made_with) | given)) == eviction
+    except Refusal:
+        return False
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 
 from . import command
 from .cache import KeyformerKVCache
-from .command import Eviction
+from .command import Eviction, Refusal, refusing, replacing, say
 from .hook import attached, leaves, make_prompt_cache
 from .picture import Panel, draw
 
@@ -69,8 +69,7 @@ class Kept:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; `arguments` are those of the command line. Returns the exit code (`keyformer.command.run`)."""
-    options = _parser().parse_args(arguments)
-    return command.run(_PROGRAM, lambda: _inspect(options))
+    return command.run(_PROGRAM, lambda: _inspect(_parser().parse_args(arguments)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,22 +95,30 @@ def _inspect(options: argparse.Namespace) -> None:
     eviction = Eviction.read(options)
     text = command.read_prompt(options)
     folder: Path = options.output
+    page_file, picture_file = folder / "kept.html", folder / "kept.png"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for file in (page_file, picture_file):
+            if file.exists() and not file.is_file():
+                raise FileExistsError(f"{file.name} is there and no file")
     except OSError as error:
-        raise ValueError(f"--output: expected a folder that can be written, got {folder} ({error}).") from error
+        raise Refusal(f"--output: expected a folder that can be written, got {folder} ({error}).") from error
     model, tokenizer = command.load_model(options.model)
     prompt = command.encode(tokenizer, text, options)
-    kept = watch(model, prompt, eviction.arguments(len(prompt)), options.tokens, options.prefill_step_size)
+    arguments = eviction.arguments(len(prompt))
+    with refusing(), attached(model, **arguments):
+        pass  # what cannot work is refused here, so that what fails later is no bad input
+    kept = watch(model, prompt, arguments, options.tokens, options.prefill_step_size)
     name = Path(options.model).name
     described = eviction.describe(len(prompt))
     written = {
-        folder / "kept.html": page(kept, token_texts(tokenizer, kept.tokens), name, described).encode(),
-        folder / "kept.png": picture(kept, f"what the cache of {name} kept", described),
+        page_file: page(kept, token_texts(tokenizer, kept.tokens), name, described).encode(),
+        picture_file: picture(kept, f"what the cache of {name} kept", described),
     }
-    for path, content in written.items():
-        path.write_bytes(content)
-        print(path)
+    for file, content in written.items():
+        with replacing(file, "--output") as new:
+            new.write_bytes(content)
+        say(f"{file}\n")
 
 
 def watch(model: nn.Module, prompt: list[int], eviction: dict[str, Any], more: int = 0, step: int = 2048) -> Kept:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -35,7 +36,7 @@ from keyformer import H2O, Full, Keyformer, KeyformerKVCache, Streaming, attache
 from keyformer import generate as generate_command
 from keyformer import inspect as inspect_command
 from keyformer import server as server_command
-from keyformer.command import EVICTION_OPTIONS
+from keyformer.command import EVICTION_OPTIONS, Refusal, refusing, run
 from keyformer.picture import Panel, draw
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -250,7 +251,24 @@ def bad(*arguments: object) -> Any:
         bad("--max-tokens", "0", "argument --max-tokens/-m: expected a whole number of at least 1, got '0'"),
         bad("--temp", "-1", "argument --temp: expected a number of at least 0, got '-1'"),
         bad("--temp", "hot", "argument --temp: expected a number of at least 0, got 'hot'"),
-        bad("--seed", "x", "argument --seed: invalid int value: 'x'"),
+        *(
+            bad("--seed", seed, rf"argument --seed: expected a whole number from 0 to 2\*\*64 - 1, got '{seed}'")
+            for seed in ("x", "-1", str(2**64), "1180591620717411303424", "1" * 5000)
+        ),
+        bad("--max-tokens", str(2**64), "argument --max-tokens/-m: expected a whole number of at least 1, got '18446"),
+        bad(
+            "--set",
+            f"anneal_steps=1{'0' * 400}",
+            r"--set: expected numbers below 2\*\*64, got anneal_steps of 401 digits",
+        ),
+        bad("--set", f"tau_init=-1{'0' * 400}", r"--set: expected numbers below 2\*\*64, got tau_init of 402 digits"),
+        bad("--prompt", "caf\udce9", "--prompt: expected text in UTF-8, got other bytes"),
+        bad("--system-prompt", "caf\udce9", "--system-prompt: expected text in UTF-8, got other bytes"),
+        bad(
+            "--prompt-cache-file", "caf\udce9.safetensors", "--prompt-cache-file: expected a file that can be read and"
+        ),
+        bad("--prompt-cache-file", f"{'n' * 300}.safetensors", "--prompt-cache-file: .*File name too long"),
+        bad("--prompt-cache-file", f"{'n' * 300}/talk.safetensors", "--prompt-cache-file: .*File name too long"),
         bad("--top-p", "0", "argument --top-p: expected a number above 0 and at most 1, got '0'"),
         bad("--prompt", "x", "--prompt-file", "y", "argument --prompt-file: not allowed with argument --prompt"),
         bad("--prompt", "", "--prompt: expected some text, got none"),
@@ -288,6 +306,7 @@ def test_files_that_cannot_be_read_are_one_message(
     for arguments, message in (
         (("--model", tiny_model_folder, "--prompt-file", binary), "--prompt-file: expected text in UTF-8"),
         (("--model", tiny_model_folder, "--prompt-file", tmp_path), "--prompt-file: .*Is a directory"),
+        (("--model", tiny_model_folder, "--prompt-file", "n" * 300), "--prompt-file: .*File name too long"),
         (("--model", tiny_model_folder, "-p", "x", "--prompt-cache-file", foreign), "expected a cache saved by"),
         (("--model", broken, "-p", "x"), "--model: expected a folder of an mlx-lm model .*JSONDecodeError"),
         (("--model", stateless, "-p", "x"), "there is nothing to evict"),
@@ -296,6 +315,284 @@ def test_files_that_cannot_be_read_are_one_message(
         out, err = capsys.readouterr()
         assert re.search(message, err), err
         assert out == "" and len(err.splitlines()) == 1
+
+
+def test_a_chat_template_that_refuses_is_one_message(
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    for arguments, message in (
+        (
+            ("--system-prompt", "Be brief."),
+            "--model: expected a chat template for messages of system and user, .*no system",
+        ),
+        ((), "--prompt: expected text of at least one token, got none"),  # this template writes nothing
+    ):
+        assert in_process(generate_command.main, "--model", folder, "--budget", 64, "-p", "x", *arguments) == 2
+        out, err = capsys.readouterr()
+        assert re.search(message, err), err
+        assert out == "" and len(err.splitlines()) == 1
+
+
+def test_only_refusals_are_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    def refused() -> None:
+        raise Refusal("--this: expected that, got this.")
+
+    def faulty() -> None:
+        raise ValueError("a fault of ours")
+
+    assert run("keyformer.test", refused) == 2
+    assert capsys.readouterr().err == "keyformer.test: --this: expected that, got this.\n"
+    with pytest.raises(ValueError, match="a fault of ours"):
+        run("keyformer.test", faulty)
+    with pytest.raises(Refusal, match="a judgement"), refusing():
+        raise ValueError("a judgement of the library")
+
+
+@pytest.mark.parametrize(
+    ("redirected", "message"),
+    [
+        ("<&-", "--prompt: expected text from standard input, got none, since it is closed."),
+        (">&-", "standard output: expected that it can be written, got none, since it is closed."),
+        (">/dev/full", r"standard output: expected that .* written, got an error \(.*No space left on device\)\."),
+    ],
+)
+@pytest.mark.parametrize("name", ["generate", "inspect"])
+def test_streams_that_do_not_work_are_one_message(
+    name: str, redirected: str, message: str, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    arguments = [f"keyformer.{name}", "--model", str(tiny_model_folder), "--budget", "32"]
+    arguments += ["-o", str(tmp_path)] if name == "inspect" else ["-m", "3"]
+    line = f'exec "$@" -p - {redirected}'
+    done = subprocess.run(
+        ["sh", "-c", line, "sh", sys.executable, "-m", *arguments],
+        **({} if "<" in redirected else {"input": PROMPT}),
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(rf"keyformer\.{name}: {message}\n", done.stderr), done.stderr
+
+
+def test_help_that_cannot_be_written_is_one_message(tiny_model_folder: Path) -> None:
+    for name in ("generate", "inspect", "server"):
+        with open("/dev/full", "w") as full:
+            line = [sys.executable, "-m", f"keyformer.{name}", "--help"]
+            done = subprocess.run(line, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        assert done.returncode == 2
+        assert re.fullmatch(rf"keyformer\.{name}: standard output: .*No space left on device\)\.\n", done.stderr)
+
+
+def test_what_it_took_never_goes_to_stdout(tiny: Any, tiny_model_folder: Path, tmp_path: Path) -> None:
+    line = 'exec "$@" 2>&-'
+    arguments = ("--model", tiny_model_folder, "--policy", "full", "-p", PROMPT, "-m", 3, "--ignore-chat-template")
+    command_line = ["sh", "-c", line, "sh", sys.executable, "-m", "keyformer.generate", *map(str, arguments)]
+    done = subprocess.run(command_line, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, generate(*tiny, PROMPT, max_tokens=3) + "\n")
+
+
+def test_characters_that_the_output_has_no_bytes_for_are_escaped(tiny_model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "caf\u00e9"
+    line = [sys.executable, "-m", "keyformer.inspect", "--model", str(tiny_model_folder), "--budget", "16"]
+    line += ["-p", PROMPT, "-o", str(folder)]
+    environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(line, env=environment, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [os.fsencode(f"{tmp_path}/caf\\xe9/kept.{kind}") for kind in ("html", "png")]
+    arguments = ("--model", tiny_model_folder, "--budget", 16, "-p", PROMPT, "-m", 40, "--temp", 2, "--seed", 1)
+    texts = []
+    for encoding in ("utf-8", "ascii"):
+        environment = ENVIRONMENT | {"PYTHONIOENCODING": encoding}
+        line = [sys.executable, "-m", "keyformer.generate", *map(str, arguments)]
+        done = subprocess.run(line, env=environment, capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout.decode())
+    assert not texts[0].isascii()
+    assert texts[1] == texts[0].encode("ascii", "backslashreplace").decode()
+
+
+# -- a conversation in a file ------------------------------------------------------------------------------------------
+
+
+def saved(file: Path, model: Path, *arguments: object) -> bytes:
+    """A conversation of one turn in `file`; returns its bytes."""
+    turn = ("--model", model, "--budget", 30, "--max-tokens", 3, "-p", PROMPT, "--prompt-cache-file", file, *arguments)
+    assert in_process(generate_command.main, *turn) == 0
+    return file.read_bytes()
+
+
+def small_files() -> None:
+    """No file of this process grows beyond 8 KiB, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+
+
+def test_a_save_that_fails_leaves_the_old_conversation(tiny_model_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.safetensors"
+    before = saved(file, tiny_model_folder)
+    assert len(before) > 8192
+    for existing in (True, False):
+        arguments = ("--model", tiny_model_folder, "-p", "Go on: ", "-m", 3, "--prompt-cache-file", file)
+        line = [
+            sys.executable,
+            "-m",
+            "keyformer.generate",
+            *map(str, arguments),
+            *(() if existing else ("--budget", "30")),
+        ]
+        # no byte code is to be written, which would fail too
+        environment = ENVIRONMENT | {"PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(
+            line, env=environment, preexec_fn=small_files, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 2
+        assert re.fullmatch(
+            r"keyformer\.generate: --prompt-cache-file: expected a file that can be written.*\n", done.stderr
+        )
+        assert [f.read_bytes() for f in tmp_path.iterdir()] == ([before] if existing else [])
+        file.unlink(missing_ok=True)
+
+
+def test_a_conversation_in_use_is_refused_and_survives_a_kill(
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talk.safetensors"
+    usual = ("--model", tiny_model_folder, "-p", PROMPT, "--prompt-cache-file", file)
+    for begun in (False, True):
+        before = saved(file, tiny_model_folder) if begun else b""
+        budget = () if begun else ("--budget", 30)
+        first = started("generate", *usual, *budget, "--max-tokens", 10**7, stdout=subprocess.PIPE)
+        assert first.stdout and first.stdout.read(10)
+        capsys.readouterr()
+        assert in_process(generate_command.main, *usual, *budget, "--max-tokens", 3) == 2
+        out, err = capsys.readouterr()
+        assert re.fullmatch(r"keyformer\.generate: --prompt-cache-file: .* which another process has in use; .*\n", err)
+        assert out == ""
+        first.kill()
+        first.wait()
+        assert file.read_bytes() == before
+        assert in_process(generate_command.main, *usual, *budget, "--max-tokens", 3) == 0
+        assert len(file.read_bytes()) > 8192
+        assert [f.name for f in tmp_path.iterdir()] == [file.name]
+        file.unlink()
+
+
+def test_an_interrupted_conversation_is_as_if_it_had_not_begun(tiny_model_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.safetensors"
+    arguments = ("--model", tiny_model_folder, "--budget", 32, "-p", PROMPT, "-m", 10**7, "--prompt-cache-file", file)
+    process = started("generate", *arguments, stdout=subprocess.PIPE)
+    assert process.stdout and process.stdout.read(10)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_read_is_not_what_is_in_the_file_later(tiny_model_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.safetensors"
+    content = saved(file, tiny_model_folder)
+    options = argparse.Namespace(model=str(tiny_model_folder), system_prompt=None, **dict.fromkeys(EVICTION_OPTIONS))
+    caches, _ = generate_command._saved(file, options)
+    with file.open("r+b") as opened:  # in place, as a program other than ours may save
+        opened.seek(-8192, os.SEEK_END)
+        opened.write(bytes(8192))
+    later = [[np.array(a) for a in c.state if isinstance(a, mx.array)] for c in caches]
+    file.write_bytes(content)
+    for cache, found in zip(mlx_lm_cache.load_prompt_cache(str(file)), later, strict=True):
+        for a, b in zip((a for a in cache.state if isinstance(a, mx.array)), found, strict=True):
+            np.testing.assert_array_equal(np.array(a), b)
+
+
+def test_a_saved_conversation_keeps_its_permissions_and_links(tiny_model_folder: Path, tmp_path: Path) -> None:
+    os.umask(before := os.umask(0o022))
+    file, link = tmp_path / "talk of today", tmp_path / "talk.safetensors"
+    link.symlink_to(file.name)
+    saved(link, tiny_model_folder)
+    assert file.stat().st_mode & 0o777 == 0o666 & ~before
+    file.chmod(0o640)
+    content = file.read_bytes()
+    assert in_process(generate_command.main, "--model", tiny_model_folder, "-p", "x", "--prompt-cache-file", link) == 0
+    assert link.is_symlink() and file.read_bytes() != content
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_options_belong_to_the_file(
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talk.safetensors"
+    saved(file, tiny_model_folder, "--policy", "streaming")
+    turn = ("--model", tiny_model_folder, "-m", 1, "-p", "x", "--prompt-cache-file", file)
+    for same in (("--policy", "streaming"), ("--budget", 30), ("--prefill", "full"), ("--allocate", "uniform")):
+        assert in_process(generate_command.main, *turn, *same) == 0
+    capsys.readouterr()
+    for name, other in (
+        ("--policy", "h2o"),
+        ("--policy", "full"),
+        ("--policy", "best"),
+        ("--budget", "31"),
+        ("--budget", "4"),
+        ("--set", "n_sink=2"),
+        ("--prefill", "chunked"),
+        ("--positions", "contiguous"),
+        ("--allocate", "2,1"),
+    ):
+        assert in_process(generate_command.main, *turn, name, other) == 2
+        out, err = capsys.readouterr()
+        message = (
+            f"{name}: expected the options .* was made with .streaming, budget 30 rows.*since they belong to the file"
+        )
+        assert re.match(rf"keyformer\.generate: {message}, got .*{other}", err), err
+        assert out == "" and len(err.splitlines()) == 1
+
+
+def test_a_file_that_is_no_conversation_of_this_model_is_one_message(
+    tiny: Any, tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talk.safetensors"
+    content = saved(file, tiny_model_folder)
+    ours, metadata = mlx_lm_cache.load_prompt_cache(str(file), return_metadata=True)
+    plain = [mlx_lm_cache.KVCache() for _ in ours]
+    with attached(tiny[0]):
+        generate(*tiny, PROMPT, max_tokens=3, prompt_cache=plain)
+    made_with = json.loads(metadata["keyformer"])
+    no_conversation, other_model = "expected a cache saved by keyformer.generate", "expected the caches of "
+    turn = ("--model", tiny_model_folder, "-p", "x", "--prompt-cache-file", file)
+    for caches, said, message in (
+        (ours, "{", no_conversation),
+        (ours, "{}", no_conversation),
+        (ours, "[1]", no_conversation),
+        (ours, "null", no_conversation),
+        (ours, json.dumps(made_with | {"seen": "5"}), no_conversation),
+        (ours, json.dumps(made_with | {"seen": 1}), no_conversation),
+        (ours, json.dumps(made_with | {"policy": "best"}), no_conversation),
+        (ours, json.dumps(made_with | {"set": 5}), no_conversation),
+        (ours, json.dumps(made_with | {"budget": "31"}), other_model),
+        (plain, metadata["keyformer"], other_model),
+        (ours[:1], metadata["keyformer"], other_model),
+        (ours[::-1], metadata["keyformer"], other_model),
+    ):
+        mlx_lm_cache.save_prompt_cache(str(file), caches, {"keyformer": said})
+        capsys.readouterr()
+        assert in_process(generate_command.main, *turn) == 2
+        out, err = capsys.readouterr()
+        assert re.match(rf"keyformer\.generate: --prompt-cache-file: {message}", err), err
+        assert out == "" and len(err.splitlines()) == 1
+    for damaged in (content[:4], content[:500], content[:-1], b"{}", bytes(100)):
+        file.write_bytes(damaged)
+        assert in_process(generate_command.main, *turn) == 2
+        _, err = capsys.readouterr()
+        assert no_conversation in err and len(err.splitlines()) == 1
+        assert file.read_bytes() == damaged
+    file.unlink()
+    for make in (file.mkdir, lambda: (file.rmdir(), os.mkfifo(file))):
+        make()
+        assert in_process(generate_command.main, *turn, "--budget", 30) == 2
+        _, err = capsys.readouterr()
+        assert re.search("--prompt-cache-file: expected a (regular )?file", err) and len(err.splitlines()) == 1
 
 
 def started(name: str, *arguments: object, **pipes: Any) -> subprocess.Popen[bytes]:
@@ -486,10 +783,13 @@ def test_watching_without_more_tokens_is_one_moment_and_sliding_layers_are_left_
 def test_what_inspect_refuses(tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.write_text("")
+    (tmp_path / "taken" / "kept.html").mkdir(parents=True)
     usual = ("--model", tiny_model_folder, "--budget", 64, "-p", PROMPT)
     for arguments, message in (
         ((), "the following arguments are required: --output/-o"),
         (("--output", file), "--output: expected a folder that can be written, got .*file"),
+        (("--output", tmp_path / "taken"), "--output: expected a folder that can be written, .*kept.html is there"),
+        (("--output", tmp_path / ("n" * 300)), "--output: expected a folder that can be written, .*File name too long"),
         (("--output", tmp_path, "--tokens", "-3"), "argument --tokens/-n: expected a whole number"),
         (("--output", tmp_path, "--set", "tau_init=0"), "tau_init: "),
     ):
@@ -497,6 +797,33 @@ def test_what_inspect_refuses(tiny_model_folder: Path, tmp_path: Path, capsys: p
         out, err = capsys.readouterr()
         assert re.match(rf"keyformer\.inspect: .*{message}", err), err
         assert out == "" and len(err.splitlines()) == 1
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tiny_model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "kept.html").write_text("old")
+    line = [
+        sys.executable,
+        "-m",
+        "keyformer.inspect",
+        "--model",
+        str(tiny_model_folder),
+        "--budget",
+        "16",
+        "-p",
+        PROMPT,
+    ]
+    environment = ENVIRONMENT | {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [*line, "-o", str(tmp_path)],
+        env=environment,
+        preexec_fn=small_files,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"keyformer\.inspect: --output: expected a file that can be written, got .*\n", done.stderr)
+    assert [f.read_text() for f in tmp_path.iterdir()] == ["old"]
 
 
 @pytest.mark.browser
@@ -619,6 +946,53 @@ def test_what_cannot_evict_is_an_error_to_the_client_and_the_server_goes_on(serv
         assert (status, answer["usage"]["completion_tokens"]) == (200, 2)
 
 
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        *(
+            ({"prompt": p}, 400, "prompt: expected some text, got")
+            for p in ("", ["a", "b"], [1, 2], [], 5, None, {"a": 1})
+        ),
+        *(({"prompt": "x", "stop": s}, 400, "stop: expected a text or") for s in ([1], 5, [["a"]], {"a": 1}, [None])),
+        *(({"prompt": "x", "seed": s}, 400, "seed: expected an integer from 0") for s in (-1, 2**64)),
+        ({"prompt": "x", "logit_bias": {"1": None}}, 400, "NoneType"),
+        ({"prompt": "x", "logit_bias": {"1": 10**400}}, 400, "OverflowError"),
+        ({"prompt": "\ud800"}, 404, "TextEncodeInput"),
+        ({"prompt": "x", "stop": ["\ud800"]}, 404, "TextEncodeInput"),
+        ({"prompt": "x", "top_k": 100000, "temperature": 1}, 404, "top_k"),
+        ({"prompt": "x", "temperature": 10**400}, 404, ""),
+        ({"prompt": "x", "repetition_penalty": 10**400}, 404, ""),
+        ({"prompt": "x", "presence_penalty": 10**400}, 404, ""),
+        ({"prompt": "x", "repetition_penalty": 1.1, "repetition_context_size": 10**30}, 404, ""),
+        ({"prompt": "x", "logit_bias": {str(10**20): 1}}, 404, "logit_bias: expected tokens from 0 to"),
+        ({"prompt": "x", "logit_bias": {"99999": 1}}, 404, "logit_bias: expected tokens from 0 to"),
+        ({"prompt": "x", "xtc_probability": 1.0, "xtc_threshold": 0.9, "temperature": 1}, 404, "threshold"),
+        ({"prompt": "x", "top_logprobs": True}, 404, ""),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": ""}},
+            404,
+            "prompt: ",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"return_tensors": "np"}},
+            404,
+            "prompt: ",
+        ),
+    ],
+)
+@pytest.mark.parametrize("joins", [False, True])
+def test_no_request_ends_the_answers_to_others(
+    server: Server, body: dict[str, Any], status: int, message: str, joins: bool
+) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    alone = {} if joins or "seed" in body else {"seed": 1}  # mlx-lm serves requests with a seed outside the batch
+    found, answer = server.ask(path, {"max_tokens": 2, **alone, **body})
+    assert (found, message in answer["error"]) == (status, True), answer
+    assert server.ask("/health") == (200, {"status": "ok"})
+    right, answer = server.ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 2})
+    assert (right, answer["usage"]["completion_tokens"]) == (200, 2)
+
+
 def test_another_model_of_a_request_evicts_too(
     server: Server, tiny: Any, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
@@ -695,6 +1069,22 @@ def test_a_model_that_cannot_evict_ends_the_server_that_was_started_with_it(stat
     log = server.log.read_text()
     assert re.search("^keyformer.server: --model: .*there is nothing to evict", log, re.MULTILINE)
     assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("address", [("--port", 99999), ("--port", -1), ("--host", "no.such.host.invalid"), ()])
+def test_an_address_that_cannot_be_had_ends_the_server_at_once(
+    address: tuple[object, ...], tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = ("--model", tiny_model_folder, "--budget", 64, "--port", port, *address)
+        done = command("server", *line)  # which waits for it to end
+    assert done.returncode == 2
+    host, given = (address[1], port) if "--host" in address else ("127.0.0.1", address[1] if address else port)
+    message = rf"keyformer\.server: --host, --port: expected an address to listen at, got {host}, {given} \(.*\)\.\n"
+    assert re.fullmatch(message, done.stderr), done.stderr
 
 
 def test_ranks_are_those_of_the_rows_that_kept_names(tiny: Any) -> None:
