@@ -391,8 +391,6 @@ def run(name: str, command: Callable[[], None]) -> int:
 
     Bad input is what is raised as `Refusal`; any other error passes.
     """
-    if sys.stderr is None:  # closed; `print` would then write to standard output
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
     try:
         if sys.stdout is None:
             raise Refusal("standard output: expected that it can be written, got none, since it is closed.")

@@ -40,7 +40,8 @@ from keyformer.command import EVICTION_OPTIONS, Refusal, refusing, run
 from keyformer.picture import Panel, draw
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(PROJECT)}
+# output is buffered, as it is for most people: what could not be written is then tried again when Python ends
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(PROJECT), "PYTHONUNBUFFERED": ""}
 PROMPT = (
     "The code of the blue door is 4821, the code of the green door is 7365. Some additional rules apply for certain "
     "operators, and extensions must define their own conversion behaviour. Question: where does Alice live?"
