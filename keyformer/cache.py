@@ -21,7 +21,7 @@ from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from . import noise
 from .eviction import evict_row, keep_rows, walk
-from .policies import POLICIES, Policy, make_policy
+from .policies import NO_QUERIES, POLICIES, Policy, make_policy
 from .ranking import rank_rows
 from .rope import Rope
 from .scores import LogitNoise, Mask, attention_mass
@@ -296,7 +296,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         if self._unseen:
             raise RuntimeError(
                 f"Policy {self.policy.name} ranks rows by the model's queries, which no one reported: run the model "
-                "inside `with keyformer.attached(model)`, or take a policy that needs none (window, keyformer_proxy)."
+                f"inside `with keyformer.attached(model)`, or take a policy that needs none ({', '.join(NO_QUERIES)})."
             )
         if self._unfit:
             raise RuntimeError(

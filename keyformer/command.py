@@ -15,7 +15,6 @@ from typing import IO, Any, NoReturn
 
 import mlx.nn as nn
 import mlx_lm
-from jinja2 import TemplateError
 
 from .policies import POLICIES, Policy, make_policy
 
@@ -281,6 +280,10 @@ def load_model(name: str) -> tuple[nn.Module, Any]:
     Raises:
         Refusal: the model cannot be had or is not one that mlx-lm knows.
     """
+    # a hub id is one or two names
+    a_path = name.count("/") > 1 or name.startswith((".", "/", "~")) or ("/" in name and Path(name).parent.is_dir())
+    if a_path and not Path(name).exists():
+        raise Refusal(f"--model: expected a folder of an mlx-lm model or a hub id, got {name!r}: no such folder.")
     try:
         model, tokenizer = mlx_lm.load(name)
     except Exception as error:  # mlx-lm, the hub's client and the tokenizers raise a dozen unrelated kinds
@@ -314,7 +317,7 @@ def encode(tokenizer: Any, text: str, options: argparse.Namespace) -> list[int]:
             messages.insert(0, {"role": "system", "content": options.system_prompt})
         try:
             tokens = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
-        except TemplateError as error:
+        except Exception as error:  # a template raises what it likes
             roles = " and ".join(m["role"] for m in messages)
             raise Refusal(
                 f"--model: expected a chat template for messages of {roles}, got one that refuses them "

@@ -105,6 +105,7 @@ def _generate(options: argparse.Namespace) -> None:
             )
         if options.seed is not None:
             mx.random.seed(options.seed)
+        say(f"reading {len(prompt)} tokens\n", sys.stderr)
         for response in stream_generate(
             model,
             tokenizer,

@@ -17,14 +17,14 @@ import mlx.core as mx
 import mlx_lm.models.cache
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.positional_encoding import RoPE
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 from mlx_lm.models.cache import make_prompt_cache as _default_cache
 
 from .allocate import allocate as _allocate
 from .attention import PLACED_ELSEWHERE, REFUSED, REPLACEMENTS, shown
 from .batch import BatchKeyformerKVCache
 from .cache import KeyformerKVCache
-from .policies import POLICIES, Policy
+from .policies import NO_QUERIES, Policy
 from .rope import Rope, read_ropes
 
 log = logging.getLogger(__name__)
@@ -201,6 +201,8 @@ def attached(
     if policy is None and (budget, prefill, positions, allocate) != (None, "full", "original", "uniform"):
         raise ValueError("attached: budget, prefill, positions and allocate need a policy beside them, got none.")
 
+    if not callable(getattr(model, "named_modules", None)):
+        raise ValueError(f"model: expected an mlx-lm model, got {type(model).__name__}; load returns model, tokenizer.")
     make = None
     if policy is None:
         with _own_make_cache():
@@ -281,7 +283,7 @@ def _evicting_layers(model: Module, needed: bool) -> dict[int, int]:
     readers = _once(model, "readers", lambda: _readers(model, plain))
     unseen = [layer for layer in plain if not readers[layer]]
     if unseen and needed:
-        works = ", ".join(sorted(n for n, p in POLICIES.items() if p.attention != "query"))
+        works = ", ".join(NO_QUERIES)
         raise ValueError(
             f"{name}: expected attention through mlx-lm's {_NAME}, found none in {len(unseen)} of {len(plain)} "
             f"global-attention layers ({', '.join(map(str, unseen))}); their queries cannot be seen. "
@@ -386,6 +388,16 @@ def _ours(caches: Sequence[Any] | None) -> list[KeyformerKVCache]:
     return [c for c in leaves(caches or []) if isinstance(c, KeyformerKVCache)]
 
 
+def _refuse_plain(model: Module, caches: Sequence[Any]) -> None:
+    """Caches that keep every row, in a block that promises to evict: most likely they were made before it."""
+    plain = sorted({type(c).__name__ for c in leaves(caches) if type(c) in (KVCache, BatchKVCache)})
+    if plain and isinstance(vars(model).get("make_cache"), _CacheMaker):
+        raise ValueError(
+            f"prompt_cache: expected evicting caches inside `attached(model, policy, ...)`, got {', '.join(plain)}, "
+            "which keeps every row; make it inside the block or with keyformer.make_prompt_cache."
+        )
+
+
 def _refuse(option: str, value: Any, instead: str) -> None:
     raise ValueError(f"{option}: expected none beside a cache that evicts, got {value!r}; {instead}")
 
@@ -394,6 +406,7 @@ def _telling_step(original: Any) -> Any:
     def generate_step(prompt: mx.array, model: Module, *args: Any, **options: Any) -> Any:
         if options.get("prompt_cache") is None:
             options["prompt_cache"] = _default_cache(model, options.get("max_kv_size"))
+        _refuse_plain(model, options["prompt_cache"])
         ours = _ours(options["prompt_cache"])
         if not ours:
             return original(prompt, model, *args, **options)
@@ -441,6 +454,7 @@ def _refusing_draft(original: Any) -> Any:
 
 def _beginning(original: Any) -> Any:
     def prompt(self: Any, tokens: list[list[int]]) -> None:
+        _refuse_plain(self.model, self.prompt_cache)
         ours = _ours(self.prompt_cache) if tokens else []
         for c in ours:
             c.begin_prefill()
@@ -458,6 +472,7 @@ def _ending(original: Any) -> Any:
     def __init__(
         self: Any, model: Module, uids: list[int], inputs: mx.array, prompt_cache: list[Any], *args: Any, **more: Any
     ) -> None:
+        _refuse_plain(model, prompt_cache)
         for c in _ours(prompt_cache):
             c.end_prefill()
         original(self, model, uids, inputs, prompt_cache, *args, **more)

@@ -13,6 +13,7 @@ import html
 import json
 import math
 import re
+import sys
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -108,6 +109,7 @@ def _inspect(options: argparse.Namespace) -> None:
     arguments = eviction.arguments(len(prompt))
     with refusing(), attached(model, **arguments):
         pass  # what cannot work is refused here, so that what fails later is no bad input
+    say(f"reading {len(prompt)} tokens\n", sys.stderr)
     kept = watch(model, prompt, arguments, options.tokens, options.prefill_step_size)
     name = Path(options.model).name
     described = eviction.describe(len(prompt))

@@ -98,11 +98,12 @@ class Policy:
         if not _is_number(self.decay) or not 0 < self.decay <= 1:
             raise ValueError(f"decay: expected a number in (0, 1], got {self.decay!r}.")
         self._check_temperature()
-        if isinstance(self.recent, float):
-            if not 0 <= self.recent < 1:
-                raise ValueError(f"recent: expected a number of rows or a fraction in [0, 1), got {self.recent!r}.")
-        else:
-            check_integer("recent", self.recent, 0)
+        rows = isinstance(self.recent, int) and not isinstance(self.recent, bool) and self.recent >= 0
+        if not rows and not (isinstance(self.recent, float) and 0 <= self.recent < 1):
+            raise ValueError(
+                f"recent: expected a whole number of rows, or a fraction of the budget in [0, 1) like 0.3, got "
+                f"{self.recent!r}."
+            )
         bounds = {"window": _MOST_QUERIES, "anneal_steps": _MOST_STEPS, "n_sink": _MOST_ROWS, "recent": _MOST_ROWS}
         for name, bound in bounds.items():
             if getattr(self, name) > bound:
@@ -178,7 +179,7 @@ class Policy:
         Raises:
             ValueError: fraction outside (0, 1].
         """
-        if not 0 < fraction <= 1:
+        if not _is_number(fraction) or not 0 < fraction <= 1:
             raise ValueError(f"budget: expected a fraction in (0, 1] or a whole number of rows, got {fraction!r}.")
         # rounded first: 0.07 * 100 is 7.000000000000001
         rows, least = math.ceil(round(fraction * tokens, 9)), self.least_budget()
@@ -188,6 +189,11 @@ class Policy:
         """Raise ValueError unless `budget` is an integer number of rows that leaves one to evict."""
         if not self.evicts:
             return
+        if isinstance(budget, float):
+            raise ValueError(
+                f"budget: expected a whole number of rows, got {budget!r}; a fraction of a prompt is "
+                f"policy.budget_rows({budget!r}, len(prompt))[0] rows."
+            )
         check_integer("budget", budget, 1)
         if budget > _MOST_ROWS:
             raise ValueError(f"budget: expected at most {_MOST_ROWS} rows, got {budget}.")
@@ -359,6 +365,7 @@ class KeyDiff(Policy):
 POLICIES: dict[str, type[Policy]] = {
     p.name: p for p in (Full, Window, Streaming, Random, H2O, Keyformer, KeyformerProxy, Tova, SnapKV, Knorm, KeyDiff)
 }
+NO_QUERIES = sorted(name for name, kind in POLICIES.items() if kind.attention != "query")  # they need no hook
 
 
 def make_policy(name: str, **choices: object) -> Policy:

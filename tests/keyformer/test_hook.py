@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models import base, gemma2, gemma3_text, gpt_oss, llama, qwen3
+from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from small import NO_QUERIES, a_policy, feed, kept_positions, randomize, step, tiny_llama, tokens
 
@@ -290,6 +291,32 @@ def test_a_model_that_changes_is_looked_at_again() -> None:
     assert len(make_prompt_cache(model, H2O(), 16)) == 3
 
 
+def test_a_cache_that_keeps_everything_is_refused_where_everything_evicts() -> None:
+    """Made before the block, as chats do; without a policy nothing was promised."""
+    model = tiny_llama()
+    plain = [KVCache(), KVCache()]
+    with attached(model, H2O(), 8):
+        with pytest.raises(ValueError, match=r"prompt_cache: expected evicting .* got KVCache, which keeps"):
+            next(mlx_generate.generate_step(tokens(20), model, prompt_cache=plain))
+        for prompt in ([1], [1, 2, 3]):
+            generator = mlx_generate.BatchGenerator(model)
+            generator.insert([prompt], caches=[[KVCache(), KVCache()]])
+            with pytest.raises(ValueError, match="got BatchKVCache, which keeps every"):
+                generator.next_generated()
+        fresh = mlx_cache.make_prompt_cache(model)
+        next(mlx_generate.generate_step(tokens(20), model, prompt_cache=fresh))
+        assert fresh[0].size() == 8
+    with attached(model):
+        next(mlx_generate.generate_step(tokens(20), model, prompt_cache=plain))
+    assert plain[0].size() > 8
+
+
+def test_what_is_no_model_is_refused() -> None:
+    for wrong in (object(), "model", None):
+        with pytest.raises(ValueError, match="model: expected an mlx-lm model, got"), attached(wrong, H2O(), 8):
+            pass
+
+
 def test_make_cache_of_ones_own_is_left_alone() -> None:
     model = tiny_llama()
     mine = lambda: [KVCache(), KVCache()]  # noqa: E731
@@ -344,7 +371,7 @@ def test_only_the_hook_sets_attributes_of_other_modules() -> None:
                 if (
                     isinstance(target, ast.Attribute)
                     and isinstance(target.value, ast.Name)
-                    and target.value.id in aliases
+                    and target.value.id in aliases - sys.stdlib_module_names
                 ):
                     patching.add(path.name)
     assert patching == {"hook.py"}

@@ -212,6 +212,7 @@ CANNOT_WORK: list[tuple[dict[str, Any], str]] = [
     ({"seed": -1}, r"seed: expected an integer of at least 0, got -1"),
     ({"seed": 2**64}, r"seed: expected an integer below 2\*\*64, got 18446744073709551616"),
     ({"tau_end": 1e31}, r"tau_end: expected a finite number from 0 to 1e\+30"),
+    ({"recent": "30%"}, r"recent: expected .* a fraction of the budget in \[0, 1\) like 0.3, got '30%'"),
     ({"window": 4097}, r"window: expected at most 4096, got 4097"),
     ({"anneal_steps": 2**31}, r"anneal_steps: expected at most 2147483647"),
     ({"tau_init": math.nan}, r"tau_init: expected a finite number from 0 to 1e\+30, got nan"),

@@ -572,12 +572,13 @@ def test_a_batch_evicts_as_a_whole_or_not_at_all(model: Any, tokenizer: Any) -> 
     prompts = [a_prompt(20, 1), a_prompt(5, 1)]
     for history in (0, 30):
         for reverse in (False, True):
-            with attached(model, H2O(), 14):
-                caches: list[Any] = [[KVCache(), KVCache()], mlx_cache.make_prompt_cache(model)]
+            caches: list[Any] = [[KVCache(), KVCache()], make_prompt_cache(model, H2O(), 14)]
+            with attached(model):
                 for c in caches if history else []:
                     alone(model, tokenizer, a_prompt(history), 3, c)
-                if reverse:
-                    caches.reverse()
+            if reverse:
+                caches.reverse()
+            with attached(model, H2O(), 14):
                 with pytest.raises(ValueError, match=r"got KVCache, KeyformerKVCache|got KeyformerKVCache, KVCache"):
                     batch_generate(model, tokenizer, prompts, prompt_caches=caches, max_tokens=4)
 
