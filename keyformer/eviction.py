@@ -5,6 +5,7 @@ from). Ties go to the lowest position. Protected rows (the first `n_sink`, the l
 chosen. `walk` makes those decisions one row at a time.
 """
 
+import math
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -154,7 +155,8 @@ def walk_numpy(
             if np.minimum.reduce(total, axis=None) > _SMALL:
                 np.multiply(weights[i], 1.0 / total[:, 0], out=mass)
             else:  # no row yet, a bad key, or a freed row whose logit dwarfs those of the rows alive
-                mass = softmax(np.where(alive > 0, logits[i], -np.inf))
+                left = np.where(alive > 0, logits[i], -np.inf)
+                mass = softmax(left, _top(left))
             score += mass
             count += 1
             if count > budget:
@@ -189,11 +191,10 @@ def _block_logits(rows: mx.array, T: int, bad: np.ndarray) -> np.ndarray:
     return logits
 
 
-@np.errstate(over="ignore", invalid="ignore")
 def row_logits(rows: np.ndarray, key: np.ndarray, out: np.ndarray) -> np.ndarray:
     """out [R, n] float32 = one new key [R, D] float32 . rows [R, n, D] of `as_numpy` / sqrt(D)."""
     R, n, D = rows.shape
-    query = key * np.float32(D**-0.5)
+    query = key * D**-0.5
     if rows.dtype == np.float32:
         np.matmul(rows, query[..., None], out=out[..., None])
     else:
@@ -203,17 +204,34 @@ def row_logits(rows: np.ndarray, key: np.ndarray, out: np.ndarray) -> np.ndarray
     return out
 
 
-@np.errstate(over="ignore", invalid="ignore")
-def join_row(logits: np.ndarray, scores: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """`walk`'s scores [R, n] of the stored rows after one new row, from its `row_logits`, which this overwrites.
+def join_row(logits: np.ndarray, scores: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`walk`'s scores after one new row: [R, n] of the stored rows, and [R] of the new one, its starting scores.
 
-    `start` [R] is the new row's starting score.
+    Args:
+        logits: `row_logits` of the new row, overwritten.
+        scores: [R, n] of the stored rows.
+        key: [R, D] float32, the new row.
     """
-    if np.minimum.reduce(scores, axis=None) == -np.inf or np.minimum.reduce(start) == -np.inf:
+    top = np.maximum.reduce(logits, axis=1, keepdims=True)
+    if np.minimum.reduce(scores, axis=None) > -np.inf and math.isfinite(sum(top[:, 0].tolist())):
+        # no key is bad: with a new one that is, every logit of its head would be infinite or NaN
+        start = np.zeros(len(key), np.float32)
+    else:
+        start = starting_scores(key)
         logits[(scores == -np.inf) | (start == -np.inf)[:, None]] = -np.inf
-    mass = softmax(logits)
+        top = _top(logits)
+    mass = softmax(logits, top)
     mass += scores
-    return mass
+    return mass, start
+
+
+def starting_scores(keys: np.ndarray) -> np.ndarray:
+    """`walk`'s starting score of each row of [..., D] float32: 0, or -inf for a bad one."""
+    finite = np.isfinite(keys)
+    scores = np.zeros(keys.shape[:-1], np.float32)
+    if not finite.all():
+        scores[~finite.all(axis=-1)] = -np.inf
+    return scores
 
 
 def row_to_free(
@@ -240,9 +258,9 @@ def row_to_free(
     return np.asarray(np.where(new_rank < rank[np.arange(len(gone)), gone - n_sink], n, gone))
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Softmax over the last axis, in place; all 0 where every logit is -inf."""
-    logits -= _top(logits)
+def softmax(logits: np.ndarray, top: np.ndarray) -> np.ndarray:
+    """Softmax over the last axis, in place, `top` being `_top(logits)`; all 0 where every logit is -inf."""
+    logits -= top
     np.exp(logits, out=logits)
     logits *= 1.0 / np.maximum(np.add.reduce(logits, axis=-1, keepdims=True), 1.0)
     return logits

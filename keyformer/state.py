@@ -44,6 +44,7 @@ from .eviction import (
     on_cpu,
     row_logits,
     row_to_free,
+    starting_scores,
     take_rows,
     walk_mlx,
     walk_numpy,
@@ -220,14 +221,12 @@ class _Rule(NamedTuple):
     def check(self, seeds: Sequence[int], next_pos: int = 0, pos: int = 0) -> None:
         try:
             _check_rule(*self)
+            _check_seeds(*seeds)
         except TypeError:  # a value that has no hash
             _check_rule.__wrapped__(*self)
+            _check_seeds.__wrapped__(*seeds)
         check_integer("next_pos", next_pos, 0)
         check_integer("pos", pos, 0)
-        for seed in seeds:
-            check_integer("seed", seed, 0)
-            if seed >= 2**64:
-                raise ValueError(f"seed: expected an integer below 2**64, got {seed}.")
 
     def temperatures(self, pos: int, count: int) -> list[float]:
         """tau at each decision of `count` tokens, `pos` of them inserted before."""
@@ -255,6 +254,14 @@ def _check_rule(
     KeyformerProxy(
         n_sink=n_sink, recent=recent, tau_init=tau_init, tau_end=tau_end, anneal_steps=anneal_steps
     ).check_budget(budget)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _check_seeds(*seeds: int) -> None:
+    for seed in seeds:
+        check_integer("seed", seed, 0)
+        if seed >= 2**64:
+            raise ValueError(f"seed: expected an integer below 2**64, got {seed}.")
 
 
 class _Rows(NamedTuple):
@@ -505,29 +512,29 @@ def _check_new(keys: mx.array, values: mx.array, axes: str) -> None:
 
 def _stored_rows(arrays: Sequence[mx.array | None], keys: mx.array, values: mx.array, budget: int) -> _Rows:
     """The stored rows that new keys and values [R, S, ...] join, checked against them; none given: zero rows."""
-    names = ("keys", "values", "scores", "gumbel", "positions")
-    missing = [name for name, a in zip(names, arrays, strict=True) if a is None]
+    names = _Rows._fields[:5]
+    there = [a for a in arrays if a is not None]
     R = keys.shape[0]
-    if len(missing) == len(names):
+    if not there:
         flat = [mx.zeros((R, 0), dtype) for dtype in (mx.float32, mx.float32, mx.int32)]
         return _Rows(keys[:, :0], values[:, :0], *flat)
-    if missing:
-        raise ValueError(
-            f"{missing[0]}: expected an array, as {len(names) - len(missing)} of the others are, got None."
-        )
-    n = arrays[0].shape[1] if arrays[0] is not None and arrays[0].ndim == 3 else -1
-    fits = ((R, n, keys.shape[2]), (R, n, values.shape[2]), (R, n), (R, n), (R, n))
-    types = (keys.dtype, values.dtype, mx.float32, mx.float32, mx.int32)
-    for name, a, shape, dtype in zip(names, arrays, fits, types, strict=True):
-        assert a is not None
-        if a.shape != shape or a.dtype != dtype:
-            raise ValueError(
-                f"{name}: expected {dtype} {shape} to match the new keys and values and the other arrays, "
-                f"got {a.dtype} {a.shape}."
-            )
+    if len(there) < len(arrays):
+        missing = next(name for name, a in zip(names, arrays, strict=True) if a is None)
+        raise ValueError(f"{missing}: expected an array, as {len(there)} of the others are, got None.")
+    n = there[0].shape[1] if there[0].ndim == 3 else -1
+    small = (R, n)
+    fits = [(R, n, keys.shape[2]), (R, n, values.shape[2]), small, small, small]
+    types = [keys.dtype, values.dtype, mx.float32, mx.float32, mx.int32]
+    if [a.shape for a in there] != fits or [a.dtype for a in there] != types:
+        for name, a, shape, dtype in zip(names, there, fits, types, strict=True):
+            if a.shape != shape or a.dtype != dtype:
+                raise ValueError(
+                    f"{name}: expected {dtype} {shape} to match the new keys and values and the other arrays, "
+                    f"got {a.dtype} {a.shape}."
+                )
     if n > budget:
         raise ValueError(f"keys: expected at most budget ({budget}) stored rows, got {n}; evict them first.")
-    return _Rows(*(a for a in arrays if a is not None))
+    return _Rows(*there)
 
 
 # -- insertion -------------------------------------------------------------------------------------------------------
@@ -548,12 +555,13 @@ def _insert(
     if S == 0:
         n = rows.keys.shape[1]
         return rows, mx.broadcast_to(mx.arange(n, dtype=mx.int32), (R, n))
+    here = rule.position_mode == "original" and on_cpu()
     gumbel = _gumbel(tuple(seeds), pos, S)
-    positions = np.arange(next_pos, next_pos + S, dtype=np.int32)[None].repeat(R, axis=0)
     taus = rule.temperatures(pos, S)
-    if rule.position_mode == "original" and on_cpu():
-        if S == 1 and rows.keys.shape[1] > 0:
-            return _insert_row(rows, new_keys, new_values, gumbel, positions, rule, taus[0], indices)
+    if here and S == 1 and rows.keys.shape[1] > 0:
+        return _insert_row(rows, new_keys, new_values, gumbel, next_pos, rule, taus[0], indices)
+    positions = np.arange(next_pos, next_pos + S, dtype=np.int32)[None].repeat(R, axis=0)
+    if here:
         rows, index = _insert_numpy(rows, new_keys, new_values, gumbel, positions, rule, taus)
     else:
         scores = mx.where(mx.all(mx.isfinite(new_keys), axis=-1), 0.0, -mx.inf)
@@ -574,7 +582,7 @@ def _insert_numpy(
     taus: Sequence[float],
 ) -> tuple[_Rows, mx.array]:
     """`_insert` for "original" on a CPU, all but keys and values in NumPy: each wait for MLX costs time."""
-    new = (_starting_scores(as_float32(as_numpy(new_keys))), gumbel, positions)
+    new = (starting_scores(as_float32(as_numpy(new_keys))), gumbel, positions)
     joined = [np.concatenate([np.asarray(a), b], axis=1) for a, b in zip(rows[2:5], new, strict=True)]
     frozen = joined[1] if any(taus) else None
     limits = (rule.budget, rule.n_sink, rule.recent)
@@ -584,21 +592,22 @@ def _insert_numpy(
     return _Rows(_take(rows.keys, new_keys, index), _take(rows.values, new_values, index), *small), index
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _insert_row(
     rows: _Rows,
     new_keys: mx.array,
     new_values: mx.array,
     gumbel: np.ndarray,
-    positions: np.ndarray,
+    position: int,
     rule: _Rule,
     tau: float,
     indices: bool,
 ) -> tuple[_Rows, mx.array | None]:
     """`_insert_numpy` for one row, which is decoding: stored keys are read once, and no stored row is copied."""
     R, n, _ = rows.keys.shape
-    scores, noise, came = (np.asarray(a) for a in rows[2:5])
-    key = as_float32(as_numpy(new_keys))[:, 0]
-    start = _starting_scores(key)
+    scores, noise, came = (np.ascontiguousarray(a) for a in rows[2:5])
+    arrived = as_numpy(new_keys)[:, 0], as_numpy(new_values)[:, 0]
+    key = as_float32(arrived[0])
     slots = _slots(rows)
     if slots is None:
         logits = row_logits(as_numpy(rows.keys), key, np.empty((R, n), np.float32))
@@ -606,54 +615,56 @@ def _insert_row(
         logits = np.empty((R, slots.log.capacity), np.float32)
         row_logits(slots.log.memory[0][:, : slots.end], key, logits[:, : slots.end])
         logits = logits.take(slots.at)
-    scores = join_row(logits, scores, start)
+    scores, start = join_row(logits, scores, key)
     gone = None
     if n == rule.budget:
         scaled = (noise, gumbel[:, 0]) if tau == 1 else (noise * np.float32(tau), gumbel[:, 0] * np.float32(tau))
         gone = row_to_free(scores, start, rule.n_sink, rule.recent, *(scaled if tau else ()))
     kept = None
     if indices:
-        column = np.broadcast_to(np.arange(n + 1, dtype=np.int32), (R, n + 1))
-        kept = mx.array(_joined([column[:, :n]], [column[:, n:]], gone)[0])
-    if gone is not None and (gone == n).all():
+        column = np.arange(n + 1 if gone is None else n, dtype=np.int32)
+        kept = mx.array(np.tile(column, (R, 1)) if gone is None else column + (column >= gone[:, None]))
+    if gone is not None and rule.recent == 0 and (gone == n).all():
         return rows._replace(scores=mx.array(scores)), kept
-    arrived = as_numpy(new_keys)[:, 0], as_numpy(new_values)[:, 0]
     if slots is None or not slots.log.append(slots.end, *arrived):
         log = _Log(rows.keys, rows.values)
         log.append(n, *arrived)
         slots = _Slots(log, log.first + np.arange(n, dtype=np.int32), n)
     log = slots.log
-    old = (slots.at, scores, noise, came)
-    new = (log.first + slots.end, start[:, None], gumbel, positions)
-    at, *small = (mx.array(a) for a in _joined(old, new, gone))
+    at, *small = _joined(
+        (slots.at, scores, noise, came), (log.first + slots.end, start[:, None], gumbel, np.int32(position)), gone
+    )
     slots = _Slots(log, np.asarray(at), slots.end + 1)
     keys, values = (LoggedRows(mx.take(a, at, axis=0), slots) for a in log.flat)
     return _Rows(keys, values, *small), kept
 
 
-def _starting_scores(keys: np.ndarray) -> np.ndarray:
-    """0 for each row of [..., D] float32, -inf for a bad one."""
-    finite = np.isfinite(keys)
-    scores = np.zeros(keys.shape[:-1], np.float32)
-    if not finite.all():
-        scores[~finite.all(axis=-1)] = -np.inf
-    return scores
+def _joined(
+    old: Sequence[np.ndarray], new: Sequence[np.ndarray | np.generic], gone: np.ndarray | None
+) -> list[mx.array]:
+    """Each old [R, n], contiguous, with its new [R, 1] or number behind it, less the column `gone` [R] of each head.
 
-
-def _joined(old: Sequence[np.ndarray], new: Sequence[np.ndarray], gone: np.ndarray | None) -> list[np.ndarray]:
-    """Each old [R, n] with its new [R, 1] behind it, less the column `gone` [R] of each head, n being the new one."""
+    `gone` counts the new one as column n.
+    """
+    R, n = old[0].shape
+    pairs = list(zip(old, new, strict=True))
     if gone is None:
-        return [np.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)]
-    n = old[0].shape[1]
+        return [mx.array(np.concatenate([a, np.broadcast_to(b, (R, 1))], axis=1)) for a, b in pairs]
     gone = gone.astype(np.int32)[:, None]
-    moves, joins = np.arange(n - 1, dtype=np.int32) >= gone, gone < n
+    moves, joins = _columns(n - 1) >= gone, gone < n
     joined = []
-    for a, b in zip(old, new, strict=True):
-        out = a.copy()
-        np.copyto(out[:, :-1], a[:, 1:], where=moves)
-        np.copyto(out[:, -1:], b, where=joins)
+    for a, b in pairs:
+        out = mx.array(a)
+        memory = np.asarray(out)  # not a copy: the array is ours alone until it is returned
+        np.copyto(memory[:, :-1], a[:, 1:], where=moves)
+        np.copyto(memory[:, -1:], b, where=joins)
         joined.append(out)
     return joined
+
+
+@lru_cache(maxsize=8)
+def _columns(n: int) -> np.ndarray:
+    return np.arange(n, dtype=np.int32)
 
 
 def _slots(rows: _Rows) -> _Slots | None:
@@ -753,10 +764,12 @@ def _label_turns(count: int, dims: int, rope_base: float) -> tuple[mx.array, mx.
 
 def _gumbel(seeds: tuple[int, ...], first: int, count: int) -> np.ndarray:
     """[R, count] float32, the frozen noise of tokens first, first + 1, ...: one stream per seed."""
-    blocks = range(first // _NOISE_BLOCK, -(-(first + count) // _NOISE_BLOCK))
-    drawn = [_gumbel_block(seeds, b) for b in blocks]
-    start = first % _NOISE_BLOCK
-    return (np.concatenate(drawn, axis=1) if len(drawn) > 1 else drawn[0])[:, start : start + count]
+    block, start = divmod(first, _NOISE_BLOCK)
+    drawn = _gumbel_block(seeds, block)
+    if start + count > _NOISE_BLOCK:
+        rest = range(block + 1, -(-(first + count) // _NOISE_BLOCK))
+        drawn = np.concatenate([drawn, *(_gumbel_block(seeds, b) for b in rest)], axis=1)
+    return drawn[:, start : start + count]
 
 
 @lru_cache(maxsize=1024)

@@ -8,9 +8,11 @@ import math
 import pickle
 import sys
 import threading
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -189,6 +191,17 @@ def test_calls_and_heads_do_not_matter_over_several_blocks(mode: str, dtype: mx.
         assert whole[5:] == other[5:]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_new_row_that_one_head_keeps_and_another_frees(mode: str) -> None:
+    """Nothing recent is protected: of three heads some free the new row, some one in the middle."""
+    rng = np.random.default_rng(27)
+    keys, values = rows(rng, 3, 40, 8), rows(rng, 3, 40, 5)
+    rule = {"budget": 8, "tau_init": 3.0, "tau_end": 3.0}
+    whole, single = (batched(keys, values, cuts, mode, [3, 4, 5], **rule) for cuts in ([], list(range(1, 40))))
+    for name, a, b in zip(ARRAYS, whole, single, strict=False):
+        np.testing.assert_allclose(a, b, atol=1e-5 if name in ("keys", "scores") else 0, err_msg=name)
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_contiguous_rows_do_not_drift(dtype: mx.Dtype) -> None:
     """1200 calls of one token, most of which turn every kept row by -1: each is still its own key, rounded once."""
@@ -226,11 +239,29 @@ def test_indices_say_where_each_row_was() -> None:
             assert (np.diff(np.array(index)) > 0).all()
 
 
+@pytest.mark.parametrize("budget", [11, 12])  # a row in the middle goes; none does
+def test_arrays_that_repeat_one_row_are_read_and_left_as_they_are(budget: int) -> None:
+    """A broadcast array has one row of memory for all heads, a slice a gap between its numbers."""
+    rng = np.random.default_rng(24)
+    keys, values = rows(rng, 3, 21, 4), rows(rng, 3, 21, 6)
+    old = batched(keys[:, :20], values[:, :20], [], "original", [1, 2, 3], budget=11, recent=2)
+    plain = [*old[:4], mx.array(3 * old[4][:1].tolist())]
+    views = [*old[:2], *(mx.repeat(a, 2, axis=1)[:, ::2] for a in old[2:4]), mx.broadcast_to(old[4][:1], (3, 11))]
+    rest = {**RULE, "budget": budget, "recent": 2, "next_pos": 20, "pos": 20, "seeds": [1, 2, 3]}
+    a, b = (
+        keyformer.keyformer_update_batched(*x, keys[:, 20:], values[:, 20:], **rest, position_mode="original")
+        for x in (plain, views)
+    )
+    for x, y in zip((*a[:5], *plain), (*b[:5], *views), strict=True):
+        assert mx.array_equal(x, y)
+
+
 def test_noise_is_that_of_the_position_across_its_blocks() -> None:
     zeros = mx.zeros((2, 600, 2))
-    gumbel = batched(zeros, zeros, [255, 256, 257], "original", [11, 12], budget=600)[3]
-    for h, seed in enumerate((11, 12)):
-        assert mx.array_equal(gumbel[h], noise.gumbel(seed, 0, mx.array(0), mx.arange(600)))
+    for cuts in ([], [255, 256, 257], [255, 257]):
+        gumbel = batched(zeros, zeros, cuts, "original", [11, 12], budget=600)[3]
+        for h, seed in enumerate((11, 12)):
+            assert mx.array_equal(gumbel[h], noise.gumbel(seed, 0, mx.array(0), mx.arange(600)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -384,15 +415,48 @@ def test_a_bad_key_gives_and_takes_no_mass(bad: float) -> None:
         np.testing.assert_allclose(scores[0], one.scores(), atol=2e-5)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bad_key_is_bad_in_its_own_head_only(mode: str) -> None:
+    rng = np.random.default_rng(26)
+    keys = rows(rng, 3, 11, 4)
+    keys[1, 10, 0] = math.inf
+    before, after = (batched(keys[:, :n], keys[:, :n], [10][: n - 10], mode, [0, 1, 2], budget=20)[2] for n in (10, 11))
+    assert after[:, 10].tolist() == [0.0, -math.inf, 0.0]
+    assert (after[:, :10] - before).sum(axis=1).tolist() == pytest.approx([1.0, 0.0, 1.0], abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_with_the_lowest_score_of_all_gives_and_takes_no_mass(mode: str) -> None:
+    """Whatever its key is: a good key with score -inf, one token at a time and two together."""
+    rng = np.random.default_rng(25)
+    keys = rows(rng, 1, 12, 4)
+    out = batched(keys[:, :10], keys[:, :10], [], mode, [0], budget=20)
+    scores = out[2].at[0, 3].add(-math.inf)
+    results = []
+    for cuts in ((10, 12), (10, 11, 12)):
+        now = [*out[:2], scores, *out[3:]]
+        for first, last in pairwise(cuts):
+            new = keys[:, first:last]
+            rest = {**RULE, "budget": 20, "next_pos": first, "pos": first, "seeds": [0], "position_mode": mode}
+            now = list(keyformer.keyformer_update_batched(*now[:5], new, new, **rest))
+        results.append(now[2])
+        assert now[2][0, 3].item() == -math.inf
+        gained = mx.where(mx.arange(12) == 3, 0.0, now[2]).sum() - mx.where(mx.arange(10) == 3, 0.0, scores).sum()
+        assert gained.item() == pytest.approx(2, abs=1e-5)
+    np.testing.assert_allclose(*results, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", [1e5, 1e20, 3e38])
 @pytest.mark.parametrize("mode", MODES)
 def test_large_keys_stay_numbers(mode: str, size: float) -> None:
     """1e20 squared is infinite in float32; the row takes all the mass, nothing becomes NaN, no dtype is narrowed."""
     keys = mx.ones((1, 12, 4)).at[0, 5].multiply(size)
-    kept, _, scores, *_ = batched(keys, keys, [3, 8], mode, [0], budget=6, n_sink=1, recent=2)
-    assert mx.isfinite(scores).all()
-    assert mx.isfinite(kept).all()
-    assert kept.dtype == mx.float32
+    for cuts in ([3, 8], [3, 5, 6, 7, 8]):
+        with warnings.catch_warnings(action="error"):
+            kept, _, scores, *_ = batched(keys, keys, cuts, mode, [0], budget=6, n_sink=1, recent=2)
+        assert mx.isfinite(scores).all()
+        assert mx.isfinite(kept).all()
+        assert kept.dtype == mx.float32
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -741,6 +805,15 @@ def test_what_cannot_work_is_refused_at_construction(arguments: dict[str, Any], 
 def test_what_only_the_state_takes_is_checked_there(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         keyformer.init_keyformer_state(**{"n_sink": 0, "budget": 4, "head_dim": 4, **arguments})
+
+
+@pytest.mark.parametrize("seed", [True, 1.0, [1], -1, 2**64])
+def test_a_seed_is_refused_whatever_passed_before(seed: Any) -> None:
+    """True and 1.0 are equal to 1, and hash alike; a list has no hash."""
+    zeros = mx.zeros((2, 1, 4))
+    batched(zeros, zeros, [], "original", [2, 1])
+    with pytest.raises(ValueError, match="seed: expected an integer"):
+        batched(zeros, zeros, [], "original", [2, seed])
 
 
 def test_a_temperature_may_fall_where_nothing_anneals() -> None:
