@@ -105,7 +105,8 @@ def _generate(options: argparse.Namespace) -> None:
             )
         if options.seed is not None:
             mx.random.seed(options.seed)
-        say(f"reading {len(prompt)} tokens\n", sys.stderr)
+        if sys.stderr is not None and sys.stderr.isatty():  # a sign of life: minutes, on a CPU
+            say(f"reading {len(prompt)} tokens\n", sys.stderr)
         for response in stream_generate(
             model,
             tokenizer,

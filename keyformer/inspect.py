@@ -109,7 +109,8 @@ def _inspect(options: argparse.Namespace) -> None:
     arguments = eviction.arguments(len(prompt))
     with refusing(), attached(model, **arguments):
         pass  # what cannot work is refused here, so that what fails later is no bad input
-    say(f"reading {len(prompt)} tokens\n", sys.stderr)
+    if sys.stderr is not None and sys.stderr.isatty():  # a sign of life: minutes, on a CPU
+        say(f"reading {len(prompt)} tokens\n", sys.stderr)
     kept = watch(model, prompt, arguments, options.tokens, options.prefill_step_size)
     name = Path(options.model).name
     described = eviction.describe(len(prompt))

@@ -189,9 +189,9 @@ class Policy:
         """Raise ValueError unless `budget` is an integer number of rows that leaves one to evict."""
         if not self.evicts:
             return
-        if isinstance(budget, float):
+        if isinstance(budget, float) and 0 < budget <= 1:
             raise ValueError(
-                f"budget: expected a whole number of rows, got {budget!r}; a fraction of a prompt is "
+                f"budget: expected an integer number of rows, got {budget!r}; a fraction of a prompt is "
                 f"policy.budget_rows({budget!r}, len(prompt))[0] rows."
             )
         check_integer("budget", budget, 1)

@@ -244,7 +244,7 @@ def bad(*arguments: object) -> Any:
         bad("--set", "name=h2o", "--set: expected a choice of the policy, got name=h2o; use --policy"),
         bad("--set", "recnt=1", "unknown choice recnt; expected some of attention"),
         bad("--set", "redraw=maybe", "redraw: expected true or false, got 'maybe'"),
-        bad("--set", "recent=true", "recent: expected an integer .* got True"),
+        bad("--set", "recent=true", "recent: expected a whole number .* got True"),
         bad("--prefill", "some", "argument --prefill: invalid choice: 'some'"),
         bad("--allocate", "3;1", "--allocate: expected uniform, pyramid or one positive weight .* got '3;1'"),
         bad("--allocate", "3,1,1", "allocate: expected 2 weights, .* got 3"),

@@ -225,10 +225,10 @@ CANNOT_WORK: list[tuple[dict[str, Any], str]] = [
         {"tau_init": 2, "tau_end": 1.5, "anneal_steps": 8},
         r"tau_end: expected at least tau_init \(2\) when anneal_steps is set, got 1.5",
     ),
-    ({"recent": 1.0}, r"recent: expected a number of rows or a fraction in \[0, 1\), got 1.0"),
-    ({"recent": -0.1}, r"recent: expected a number of rows or a fraction in \[0, 1\), got -0.1"),
-    ({"recent": math.nan}, r"recent: expected a number of rows or a fraction in \[0, 1\), got nan"),
-    ({"recent": -1}, r"recent: expected an integer of at least 0, got -1"),
+    ({"recent": 1.0}, r"recent: expected .* or a fraction of the budget in \[0, 1\) like 0.3, got 1.0"),
+    ({"recent": -0.1}, r"recent: expected .* or a fraction of the budget in \[0, 1\) like 0.3, got -0.1"),
+    ({"recent": math.nan}, r"recent: expected .* or a fraction of the budget in \[0, 1\) like 0.3, got nan"),
+    ({"recent": -1}, r"recent: expected a whole number of rows.*got -1"),
 ]
 
 
