@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from .cache import NO_WINDOW, Asked, KeyformerKVCache
-from .scores import Mask
+from .cache import NO_WINDOW, KeyformerKVCache
+from .scores import Asked, Mask
 
 
 class BatchKeyformerKVCache(KeyformerKVCache):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import json
-import math
+import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -20,11 +20,12 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from . import noise
-from .eviction import evict_row, keep_rows, walk
+from .eviction import keep_rows, walk
+from .kernels.decode import Step, decode_step
 from .policies import NO_QUERIES, POLICIES, Policy, make_policy
 from .ranking import rank_rows
 from .rope import Rope
-from .scores import LogitNoise, Mask, attention_mass
+from .scores import Asked, Mask, add_query_mass
 
 if TYPE_CHECKING:
     from .batch import BatchKeyformerKVCache
@@ -36,17 +37,6 @@ NO_WINDOW = (
     "KeyformerKVCache serves global attention only, got a sliding window of {}; keep mlx-lm's RotatingKVCache for that "
     "layer."
 )
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One attention call of the model, as the hook saw it."""
-
-    queries: mx.array  # [B, Hq, S, D]
-    scale: float
-    mask: Mask
-    sinks: mx.array | None  # [Hq]
-    soft_cap: float | None
 
 
 class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
@@ -122,6 +112,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         self._unseen = 0  # new rows whose attention nobody has shown us yet
         self._asked: list[Asked] = []  # by the layers that have read this call's rows, while more will
         self._read: tuple[mx.array, mx.array] | None = None  # what this call returned, where eviction would change it
+        self._whole: weakref.ref[mx.array] | None = None  # keys last fetched, where they are the first of `keys`
         self._returned = 0  # rows this call's attention reads
         self._unfit = False  # uneven: nobody has asked for this call's mask yet
         self._touched = False  # something was scored or evicted
@@ -343,7 +334,10 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """Keys, turned to where they count from, and values, of all slots in use."""
         assert self.keys is not None and self.values is not None
         n = max(self._rows)
-        return self._turned(n), self.values[..., :n, :]
+        keys = self._turned(n)
+        # held weakly: a slice that lives on would keep the next row from being written in place
+        self._whole = None if self.rope is not None and self._shifted else weakref.ref(keys)
+        return keys, self.values[..., :n, :]
 
     def _turned(self, n: int) -> mx.array:
         assert self.keys is not None
@@ -524,19 +518,16 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
     def _after_attention(self, keys: mx.array, asked: Asked | None) -> list[mx.array]:
         """Scores, then eviction, for the rows just added. `keys`: those attention read; `asked`: its queries, for a
         policy that ranks by them."""
-        if asked is not None:
-            self._touched = True
-            self._add_query_mass(keys, asked)
-        if not self.policy.evicts:
-            pass  # the bookkeeping is written all the same, and must be evaluated with the attention
-        elif not self._in_prompt:
-            if self.policy.attention == "key":
+        # without eviction the bookkeeping is written all the same, and must be evaluated with the attention
+        if self.policy.evicts and not self._in_prompt:
+            self._decide(keys, asked)
+        elif self.policy.evicts:
+            if asked is not None:
                 self._touched = True
-                self._add_key_mass(keys)
-            self._evict(keys)
-        elif self.prefill == "chunked":
-            self._select()
-            self._prior = self._rows[0]
+                self._add_query_mass(keys, asked)
+            if self.prefill == "chunked":
+                self._select()
+                self._prior = self._rows[0]
         return [a for a in (*self._arrays()[2:], self._free) if a is not None]
 
     def _stored_mask(self, n: int) -> mx.array:
@@ -545,76 +536,34 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
 
     def _tau(self) -> mx.array | float:
         """The temperature now: a number, or [B, 1, 1, 1] float32 where sequences differ."""
+        taus = self._taus()
+        return taus[0] if len(set(taus)) == 1 else mx.array(taus, mx.float32)[:, None, None, None]
+
+    def _taus(self) -> list[float]:
+        """The temperature of each sequence now."""
         p = self.policy
         if p.attention == "query":
             steps = [0] * len(self._steps) if self._in_prompt else self._steps
         else:
             steps = [o - 1 for o in self._offsets]
-        taus = [noise.temperature(s, p.tau_init, p.tau_end, p.anneal_steps) for s in steps]
-        return taus[0] if len(set(taus)) == 1 else mx.array(taus, mx.float32)[:, None, None, None]
+        return [noise.temperature(s, p.tau_init, p.tau_end, p.anneal_steps) for s in steps]
 
     def _add_query_mass(self, keys: mx.array, asked: Asked) -> None:
+        """A prompt call's queries score the rows they attended to."""
         assert self.scores is not None and self.positions is not None
-        p = self.policy
-        queries, mask = asked.queries, asked.mask
-        S, n = queries.shape[2], max(self._rows)
-        if 0 < p.window < S:
-            # only the last queries count; they keep their place at the bottom right of a causal mask
-            queries = queries[:, :, S - p.window :]
-            mask = mask[..., S - p.window :, :] if isinstance(mask, mx.array) and mask.shape[-2] == S else mask
-            S = p.window
-        # multi-head latent attention expands the rows it stores once into keys of every head
-        expanded = keys.shape[1] // self.scores.shape[1]
-        logit_noise = None
-        if p.noise == "logit":
-            asking = mx.array([list(range(o - S, o)) for o in self._offsets], mx.int32) if p.redraw else None
-            rows = self.positions[..., :n]
-            rows = mx.repeat(rows, expanded, axis=1) if expanded > 1 else rows
-            logit_noise = LogitNoise(p.seed, self.layer, rows, asking, p.distribution)
-        usable = (self.scores[..., :n] != -mx.inf) & self._stored_mask(n)
-        mass = attention_mass(
-            queries,
+        self.scores, self.masses = add_query_mass(
+            self.policy,
+            self.layer,
             keys,
-            asked.scale,
-            mask,
-            usable=mx.repeat(usable, expanded, axis=1) if expanded > 1 else usable,
-            noise=logit_noise,
-            tau=1.0 if p.noise == "select" else self._tau(),
-            weight=_ages(p.decay, S) if p.decay < 1 and S > 1 else None,
-            sinks=asked.sinks,
-            soft_cap=asked.soft_cap,
-            per_query=bool(p.window),
-            tile_bytes=self.score_bytes,
+            self.scores,
+            self.positions,
+            self.masses,
+            self._stored_mask(max(self._rows)),
+            self._offsets,
+            self._tau(),
+            asked,
+            self.score_bytes,
         )
-        if expanded > 1:
-            mass = mass.reshape(mass.shape[0], -1, expanded, *mass.shape[2:]).sum(axis=2)
-        if p.window:
-            assert self.masses is not None
-            mass = mx.pad(mass.swapaxes(2, 3), [(0, 0), (0, 0), (0, self.masses.shape[2] - n), (0, 0)])
-            self.masses = mx.concatenate([self.masses[..., S:], mass], axis=3)
-            self.scores = mx.where(self.scores == -mx.inf, -mx.inf, self.masses.sum(axis=3))
-            return
-        # a score of -inf, times a number that float32 knows from 0, stays what it is
-        before = self.scores[..., :n] if p.decay == 1 else self.scores[..., :n] * max(p.decay**S, 1e-37)
-        if n == self.scores.shape[2]:
-            self.scores = before + mass
-        else:
-            self.scores[..., :n] = before + mass
-
-    def _add_key_mass(self, keys: mx.array) -> None:
-        """Decoding with the key as query: each head's new row scores the rows `keys` stored before it."""
-        assert self.scores is not None and self._free is not None
-        n = max(self._rows)
-        key = mx.take_along_axis(keys, self._free[..., None], axis=2)
-        scores = self.scores[..., :n]
-        new = mx.arange(n, dtype=mx.int32) == self._free
-        usable = (scores != -mx.inf) & self._stored_mask(n) & ~new
-        mass = attention_mass(key, keys, keys.shape[3] ** -0.5, usable=usable)
-        if 1 in self._offsets:
-            # the very first row of all starts with 1
-            first = mx.array([o == 1 for o in self._offsets])[:, None, None]
-            mass = mx.where(new & first, 1.0, mass)
-        self.scores[..., :n] = scores + mass
 
     def _rank(self, keys: mx.array, n: int) -> mx.array:
         """[B, Hkv, n] float32, what the decision compares. `keys`: [B, Hkv, n, D], as attention reads them."""
@@ -631,25 +580,39 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             tau[..., 0] if isinstance(tau, mx.array) else tau,
         )
 
-    def _evict(self, keys: mx.array) -> None:
-        """After a decode step: choose the slot each full sequence frees."""
+    def _decide(self, keys: mx.array, asked: Asked | None) -> None:
+        """After a decode step: the new row and its queries score the rows, and each full sequence frees one."""
         over = [r > m for r, m in zip(self._rows, self._budgets, strict=True)]
-        if not any(over):
+        scoring = self.policy.attention in ("query", "key")
+        if not scoring and not any(over):
             return
-        assert self.positions is not None
+        assert self.keys is not None and self.scores is not None and self.positions is not None
+        assert self._free is not None
         self._touched = True
-        n = max(self._rows)
-        recent = [self.policy.recent_rows(m) if m < _UNBOUNDED else 0 for m in self._budgets]
-        positions = self.positions[..., :n]
-        self._free = evict_row(
-            self._rank(keys, n),
-            positions,
-            self._stored_mask(n),
-            mx.array(self._offsets, mx.int32)[:, None, None],
-            self.policy.n_sink,
-            mx.array(recent, mx.int32)[:, None, None],
+        whole = self._whole is not None and self._whole() is keys
+        step = Step(
+            keys,
+            self.keys if whole else None,
+            self.scores,
+            self.positions,
+            self.masses,
+            self._free,
+            list(self._rows),
+            list(self._offsets),
+            [self.policy.recent_rows(m) if m < _UNBOUNDED else 0 for m in self._budgets],
+            self._taus(),
+            any(over),
+            self.score_bytes,
         )
+        outcome = decode_step(self.policy, self.layer, step, asked)
+        if scoring:
+            self.scores, self.masses = outcome.scores, outcome.masses
+        if outcome.free is None:
+            return
+        self._free = outcome.free
         if self.shifts is not None:
+            n = max(self._rows)
+            positions = self.positions[..., :n]
             later = positions > mx.take_along_axis(positions, self._free, axis=2)
             later = later & mx.array(over)[:, None, None]
             self.shifts[..., :n] = self.shifts[..., :n] - later.astype(mx.int32)
@@ -781,12 +744,6 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         from .batch import BatchKeyformerKVCache  # which builds on this module
 
         return BatchKeyformerKVCache(caches)
-
-
-def _ages(decay: float, S: int) -> mx.array:
-    """[S] float32, what each of S queries counts: decay**age, the last one's age 0."""
-    # not `**`: the float32 of a decay near 1, to the power 2000, is off by 3e-5, and differs from chunk to chunk
-    return mx.exp(math.log(decay) * mx.arange(S - 1, -1, -1, dtype=mx.float32))
 
 
 def _one_layer(asked: list[Asked], heads: int) -> Asked:

@@ -22,11 +22,21 @@ def _mix(h: mx.array) -> mx.array:
     return h ^ (h >> 16)
 
 
-def _stream(seed: int, layer: int, heads: mx.array) -> mx.array:
-    """One well-mixed uint32 per head. A seed of more than 32 bits is folded in word by word."""
-    h = mx.array(0, mx.uint32)
+def stream(seed: int, layer: int) -> int:
+    """The well-mixed 32 bits of a seed and a layer, from which every head's stream comes. A seed of more than 32 bits
+    is folded in word by word."""
+    h = 0
     for word in (seed & _MASK, (seed >> 32) & _MASK, (layer + 1) * _LAYER & _MASK):
-        h = _mix(h + mx.array(word, mx.uint32) + mx.array(1, mx.uint32))
+        h = (h + word + 1) & _MASK
+        h = (h ^ (h >> 16)) * 0x85EBCA6B & _MASK
+        h = (h ^ (h >> 13)) * 0xC2B2AE35 & _MASK
+        h ^= h >> 16
+    return h
+
+
+def _stream(seed: int, layer: int, heads: mx.array) -> mx.array:
+    """One well-mixed uint32 per head."""
+    h = mx.array(stream(seed, layer), mx.uint32)
     return _mix(h + heads.astype(mx.uint32) * mx.array(_HEAD, mx.uint32))
 
 
@@ -39,13 +49,13 @@ def uniform(seed: int, layer: int, heads: mx.array, positions: mx.array, queries
         heads, positions, queries: integer arrays that broadcast together; `queries` (the position of the asking query)
             makes the noise redrawn per (query, row) instead of frozen per row.
     """
-    stream = _stream(seed, layer, heads)
-    h = _mix(stream + positions.astype(mx.uint32) * mx.array(_POSITION, mx.uint32))
+    head = _stream(seed, layer, heads)
+    h = _mix(head + positions.astype(mx.uint32) * mx.array(_POSITION, mx.uint32))
     if queries is not None:
-        h = _mix(h + _mix(stream ^ (queries.astype(mx.uint32) * mx.array(_QUERY, mx.uint32) + 1)))
+        h = _mix(h + _mix(head ^ (queries.astype(mx.uint32) * mx.array(_QUERY, mx.uint32) + 1)))
     else:
         # the stream comes in a second time: so far, any stream is any other one shifted by some number of positions
-        h = _mix(h + _mix(stream ^ mx.array(_QUERY, mx.uint32)))
+        h = _mix(h + _mix(head ^ mx.array(_QUERY, mx.uint32)))
     # 23 bits and a half: the largest value, 1 - 2**-24, is exact in float32, so no logarithm below meets 0 or 1
     return ((h >> 9).astype(mx.float32) + 0.5) * (2.0**-23)
 

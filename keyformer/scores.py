@@ -1,12 +1,25 @@
 """Attention mass: the softmax weight each stored row receives from the model's queries, the raw material of a score."""
 
+import math
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from . import noise as _noise
+from .policies import Policy
 
 Mask = mx.array | str | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One attention call of the model, as the hook saw it."""
+
+    queries: mx.array  # [B, Hq, S, D]
+    scale: float
+    mask: Mask
+    sinks: mx.array | None  # [Hq]
+    soft_cap: float | None
 
 
 @dataclass(frozen=True)
@@ -160,3 +173,83 @@ def _tile_mass(asked: _Asked, first: int, last: int, seen: int, per_query: bool)
     if per_query:
         return (p * counts[..., None]).sum(axis=2)
     return (counts.reshape(B, Hkv, 1, G * T) @ p.reshape(B, Hkv, G * T, seen))[:, :, 0]
+
+
+def add_query_mass(
+    policy: Policy,
+    layer: int,
+    keys: mx.array,
+    scores: mx.array,
+    positions: mx.array,
+    masses: mx.array | None,
+    stored: mx.array,
+    offsets: list[int],
+    tau: mx.array | float,
+    asked: Asked,
+    tile_bytes: int,
+) -> tuple[mx.array, mx.array | None]:
+    """The scores, and with a window the masses, after one attention call.
+
+    Args:
+        policy: its choices; one that ranks by queries.
+        layer: index of the layer, a coordinate of the noise.
+        keys: [B, H, n, D], what attention read; H is Hkv, or a multiple where the layer expanded its keys.
+        scores, positions: [B, Hkv, capacity] float32 and int32; -inf is the score of a key that is not finite.
+        masses: [B, Hkv, capacity, window] float32, one column per counted query; None without a window.
+        stored: [B, 1, n] boolean, which rows exist.
+        offsets: of each sequence: tokens seen, the call's own included.
+        tau: the temperature: one number, or [B, 1, 1, 1] float32.
+        asked: the call.
+        tile_bytes: as in `attention_mass`.
+    """
+    p = policy
+    queries, mask = asked.queries, asked.mask
+    S, n = queries.shape[2], stored.shape[-1]
+    if 0 < p.window < S:
+        # only the last queries count; they keep their place at the bottom right of a causal mask
+        queries = queries[:, :, S - p.window :]
+        mask = mask[..., S - p.window :, :] if isinstance(mask, mx.array) and mask.shape[-2] == S else mask
+        S = p.window
+    # multi-head latent attention expands the rows it stores once into keys of every head
+    expanded = keys.shape[1] // scores.shape[1]
+    logit_noise = None
+    if p.noise == "logit":
+        asking = mx.array([list(range(o - S, o)) for o in offsets], mx.int32) if p.redraw else None
+        rows = positions[..., :n]
+        rows = mx.repeat(rows, expanded, axis=1) if expanded > 1 else rows
+        logit_noise = LogitNoise(p.seed, layer, rows, asking, p.distribution)
+    usable = (scores[..., :n] != -mx.inf) & stored
+    mass = attention_mass(
+        queries,
+        keys,
+        asked.scale,
+        mask,
+        usable=mx.repeat(usable, expanded, axis=1) if expanded > 1 else usable,
+        noise=logit_noise,
+        tau=1.0 if p.noise == "select" else tau,
+        weight=_ages(p.decay, S) if p.decay < 1 and S > 1 else None,
+        sinks=asked.sinks,
+        soft_cap=asked.soft_cap,
+        per_query=bool(p.window),
+        tile_bytes=tile_bytes,
+    )
+    if expanded > 1:
+        mass = mass.reshape(mass.shape[0], -1, expanded, *mass.shape[2:]).sum(axis=2)
+    if p.window:
+        assert masses is not None
+        mass = mx.pad(mass.swapaxes(2, 3), [(0, 0), (0, 0), (0, masses.shape[2] - n), (0, 0)])
+        masses = mx.concatenate([masses[..., S:], mass], axis=3)
+        return mx.where(scores == -mx.inf, -mx.inf, masses.sum(axis=3)), masses
+    # a score of -inf, times a number that float32 knows from 0, stays what it is
+    before = scores[..., :n] if p.decay == 1 else scores[..., :n] * max(p.decay**S, 1e-37)
+    if n == scores.shape[2]:
+        return before + mass, masses
+    after = scores[...]
+    after[..., :n] = before + mass
+    return after, masses
+
+
+def _ages(decay: float, S: int) -> mx.array:
+    """[S] float32, what each of S queries counts: decay**age, the last one's age 0."""
+    # not `**`: the float32 of a decay near 1, to the power 2000, is off by 3e-5, and differs from chunk to chunk
+    return mx.exp(math.log(decay) * mx.arange(S - 1, -1, -1, dtype=mx.float32))

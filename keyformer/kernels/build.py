@@ -1,0 +1,85 @@
+"""Makes kernels out of Metal source, on the first use, for whichever GPU there is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+
+Kernel = Callable[..., list[mx.array]]  # called as mx.fast.metal_kernel's result is
+
+MOST_BYTES = 32768  # of threadgroup memory, Metal's limit
+THREADS = {"metal": 256, "cuda": 512}  # per threadgroup: an Apple GPU allows fewer the more registers a kernel takes
+
+# What a kernel's Metal text needs to be CUDA: address spaces, attributes, barriers, simdgroup operations and vectors.
+CUDA_HEADER = """
+#define device
+#define constant
+#define thread
+#define threadgroup __shared__
+#define threadgroup_position_in_grid blockIdx
+#define thread_position_in_threadgroup threadIdx
+#define thread_index_in_simdgroup (threadIdx.x & 31u)
+#define simdgroup_index_in_threadgroup (threadIdx.x >> 5)
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+typedef unsigned int uint;
+typedef unsigned short ushort;
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+__device__ __forceinline__ void threadgroup_barrier(mem_flags) { __syncthreads(); }
+template <typename T> __device__ __forceinline__ T simd_shuffle_xor(T v, ushort mask) {
+  return __shfl_xor_sync(0xffffffffu, v, int(mask));
+}
+__device__ __forceinline__ float simd_sum(float v) {
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
+  return v;
+}
+__device__ __forceinline__ float simd_max(float v) {
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
+  return v;
+}
+__device__ __forceinline__ float simd_min(float v) {
+  for (int o = 16; o; o >>= 1) v = fminf(v, __shfl_xor_sync(0xffffffffu, v, o));
+  return v;
+}
+__device__ __forceinline__ int simd_min(int v) { return __reduce_min_sync(0xffffffffu, v); }
+template <typename T> __device__ __forceinline__ T as_type(int bits);
+template <> __device__ __forceinline__ float as_type<float>(int bits) { return __int_as_float(bits); }
+template <typename T, int N> struct alignas(sizeof(T) * N) vec {
+  T v[N];
+  __device__ __forceinline__ T operator[](int i) const { return v[i]; }
+  __device__ __forceinline__ T& operator[](int i) { return v[i]; }
+};
+"""
+
+
+def backend() -> str | None:
+    """Where kernels run now: "metal", "cuda", or None when MLX computes on a CPU.
+
+    The environment variable KEYFORMER_KERNELS=0 turns them off, for comparison and as a way out.
+
+    Raises:
+        ValueError: KEYFORMER_KERNELS is neither 0 nor 1.
+    """
+    wanted = os.environ.get("KEYFORMER_KERNELS", "1")
+    if wanted not in ("0", "1"):
+        raise ValueError(f"KEYFORMER_KERNELS: expected 0 or 1, got {wanted!r}.")
+    if wanted == "0" or mx.default_device().type != mx.DeviceType.gpu:
+        return None
+    if mx.metal.is_available():
+        return "metal"
+    return "cuda" if mx.cuda.is_available() else None
+
+
+@lru_cache
+def build(back_end: str, name: str, inputs: Sequence[str], outputs: Sequence[str], source: str, header: str) -> Kernel:
+    """A kernel for that back-end; the compiler runs when it is first called with new template arguments."""
+    make: Any = mx.fast.metal_kernel if back_end == "metal" else mx.fast.cuda_kernel
+    if back_end == "cuda":
+        header = CUDA_HEADER + header
+    kernel: Kernel = make(name=name, input_names=inputs, output_names=outputs, source=source, header=header)
+    return kernel

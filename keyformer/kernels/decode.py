@@ -1,0 +1,532 @@
+"""What follows a decoded token's attention: new scores, and the row that each KV head frees. One dispatch on a GPU.
+
+`decode_step` is what the cache calls. `decode_ops` is the definition, in array operations; `decode_kernel` computes the
+same in one kernel, one threadgroup for each sequence and KV head. Both take the cache's buffers as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+
+import mlx.core as mx
+
+from .. import noise
+from ..eviction import evict_row
+from ..policies import Policy
+from ..ranking import rank_rows
+from ..scores import Asked, add_query_mass, attention_mass
+from .build import MOST_BYTES, THREADS, Kernel, backend, build
+
+_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+_MOST_REGISTERS = 32  # logits that one thread holds
+_ATTENTION = {"none": 0, "query": 1, "key": 2}
+_NOISE = {"none": 0, "select": 1, "logit": 2}
+_DISTRIBUTION = {"gumbel": 0, "gaussian": 1, "constant": 2}
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rows of one layer after a decoded token's attention, that token's row among them.
+
+    Attributes:
+        keys: [B, H, n, D], what attention read.
+        buffer: [B, Hkv, m, D], m >= n, the array that `keys` is the beginning of, so that no kernel copies it; None
+            where there is none.
+        scores, positions: [B, Hkv, capacity] float32 and int32; a score of -inf marks a key that is not finite.
+        masses: [B, Hkv, capacity, window] float32, for a policy with a window.
+        slot: [B, Hkv, 1] int32, where the token's row is.
+        rows, offsets, recents: of each sequence: slots in use, tokens seen, protected last rows.
+        taus: of each sequence: its temperature.
+        decide: some sequence is over its budget, so that rows must be chosen.
+        tile_bytes: bound on float32 logits at once.
+    """
+
+    keys: mx.array
+    buffer: mx.array | None
+    scores: mx.array
+    positions: mx.array
+    masses: mx.array | None
+    slot: mx.array
+    rows: list[int]
+    offsets: list[int]
+    recents: list[int]
+    taus: list[float]
+    decide: bool
+    tile_bytes: int = 1 << 28
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The scores and masses after a step, shaped like those before; `free` [B, Hkv, 1] int32 is the slot to free, None
+    where nothing was to be decided. For a sequence within its budget it is some slot that nobody reads."""
+
+    scores: mx.array
+    masses: mx.array | None
+    free: mx.array | None
+
+
+def decode_step(policy: Policy, layer: int, step: Step, asked: Asked | None) -> Outcome:
+    """Score and choose, after one decoded token of each sequence.
+
+    On a GPU that is one dispatch of `decode_kernel`, except where it does not serve and array operations do the same
+    (`unsupported` says which): attention "norm" or "difference", pooling, a mask array, keys that the layer expanded
+    (multi-head latent attention), head sizes that are no multiple of 4, other dtypes than float32, float16 and
+    bfloat16, and more rows than registers hold (8192 on Metal, 16384 with CUDA).
+
+    Args:
+        policy: its choices; one that evicts.
+        layer: index of the layer, a coordinate of the noise.
+        step: the rows.
+        asked: the attention call's queries [B, Hq, 1, D], for a policy that ranks by them; else None.
+    """
+    back_end = backend()
+    if back_end is None or unsupported(policy, step, asked, THREADS[back_end]):
+        return decode_ops(policy, layer, step, asked)
+    kernel = build(back_end, "keyformer_decode", INPUTS, OUTPUTS, SOURCE, HEADER)
+    return decode_kernel(kernel, THREADS[back_end], policy, layer, step, asked)
+
+
+def decode_ops(policy: Policy, layer: int, step: Step, asked: Asked | None) -> Outcome:
+    """`decode_step` in array operations."""
+    n, p = max(step.rows), policy
+    stored = mx.arange(n, dtype=mx.int32) < mx.array(step.rows, mx.int32)[:, None, None]
+    taus = step.taus
+    tau = taus[0] if len(set(taus)) == 1 else mx.array(taus, mx.float32)[:, None, None, None]
+    scores, masses = step.scores, step.masses
+    if asked is not None:
+        scores, masses = add_query_mass(
+            p, layer, step.keys, scores, step.positions, masses, stored, step.offsets, tau, asked, step.tile_bytes
+        )
+    elif p.attention == "key":
+        scores = _add_key_mass(step, stored)
+    if not step.decide:
+        return Outcome(scores, masses, None)
+    offsets = mx.array(step.offsets, mx.int32)[:, None, None]
+    positions = step.positions[..., :n]
+    rank = rank_rows(
+        p,
+        layer,
+        scores[..., :n],
+        positions,
+        step.keys,
+        stored,
+        offsets,
+        tau[..., 0] if isinstance(tau, mx.array) else tau,
+    )
+    recents = mx.array(step.recents, mx.int32)[:, None, None]
+    return Outcome(scores, masses, evict_row(rank, positions, stored, offsets, p.n_sink, recents))
+
+
+def _add_key_mass(step: Step, stored: mx.array) -> mx.array:
+    """The key as its query: each head's new row scores the rows stored before it."""
+    keys, n = step.keys, stored.shape[-1]
+    key = mx.take_along_axis(keys, step.slot[..., None], axis=2)
+    scores = step.scores[..., :n]
+    new = mx.arange(n, dtype=mx.int32) == step.slot
+    usable = (scores != -mx.inf) & stored & ~new
+    mass = attention_mass(key, keys, keys.shape[3] ** -0.5, usable=usable)
+    if 1 in step.offsets:
+        # the very first row of all starts with 1
+        first = mx.array([o == 1 for o in step.offsets])[:, None, None]
+        mass = mx.where(new & first, 1.0, mass)
+    after = step.scores[...]
+    after[..., :n] = scores + mass
+    return after
+
+
+def unsupported(policy: Policy, step: Step, asked: Asked | None, threads: int) -> str | None:
+    """Why `decode_kernel` with so many threads per row cannot do this step; None if it can."""
+    keys = step.keys if step.buffer is None else step.buffer
+    _, H, _, D = keys.shape
+    if policy.attention not in _ATTENTION:
+        return f"attention {policy.attention!r}"
+    if policy.pooling > 1:
+        return "pooling"
+    if asked is not None and isinstance(asked.mask, mx.array):
+        return "a mask"
+    if step.scores.shape[1] != H:
+        return "keys of more heads than are stored"
+    if keys.dtype not in _DTYPES:
+        return f"keys of {keys.dtype}"
+    if D % 4 or keys.size < 8:
+        return f"a head size of {D}"
+    if max(step.rows) > threads * _MOST_REGISTERS:
+        return f"{max(step.rows)} rows"
+    group = 1 if asked is None else asked.queries.shape[1] // H
+    if _threadgroup_bytes(_tiles(threads, max(step.rows), group, D), threads) > MOST_BYTES:
+        return f"a head size of {D}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """How a threadgroup divides its work."""
+
+    per_thread: int  # rows
+    heads: int  # query heads at once
+    lanes: int  # that share a row
+    vectors: int  # of 4 numbers in a query, rounded up to whole lanes
+
+
+def _tiles(threads: int, n: int, group: int, D: int) -> _Tiles:
+    per_thread = 1
+    while per_thread * threads < n:
+        per_thread *= 2  # powers of two: few variants to compile while a sequence grows
+    lanes = min(8, 1 << (D // 4).bit_length() - 1)
+    heads = min(group, 4, _MOST_REGISTERS // per_thread)
+    return _Tiles(per_thread, heads, lanes, -(-D // 4 // lanes) * lanes)
+
+
+def _threadgroup_bytes(tiles: _Tiles, threads: int) -> int:
+    return tiles.heads * tiles.vectors * 16 + threads // 32 * (2 * tiles.heads + 3) * 4
+
+
+def decode_kernel(kernel: Kernel, threads: int, policy: Policy, layer: int, step: Step, asked: Asked | None) -> Outcome:
+    """`decode_step` as one dispatch of `kernel`, made of SOURCE, with so many threads (a multiple of 32) per row."""
+    p, keys = policy, step.keys if step.buffer is None else step.buffer
+    B, H, _, D = keys.shape
+    group = 1 if asked is None else asked.queries.shape[1] // H
+    tiles = _tiles(threads, max(step.rows), group, D)
+    # what a policy does without is read by no thread; any array stands in its place
+    queries = keys if asked is None else asked.queries
+    sinks = step.scores if asked is None or asked.sinks is None else asked.sinks
+    masses = step.scores if step.masses is None else step.masses
+    soft_cap = None if asked is None else asked.soft_cap
+    now = _integers(
+        *(
+            word
+            for each in zip(step.rows, step.offsets, step.recents, step.taus, strict=True)
+            for word in (*each[:3], _bits(each[3]))
+        )
+    )
+    fixed = _fixed(p, layer, D**-0.5 if asked is None else asked.scale, 1.0 if soft_cap is None else soft_cap)
+    scores, masses_after, free = kernel(
+        inputs=[queries, keys, step.scores, step.positions, masses, step.slot, sinks, now, fixed],
+        output_shapes=[step.scores.shape, (1,) if step.masses is None else masses.shape, step.slot.shape],
+        output_dtypes=[mx.float32, mx.float32, mx.int32],
+        grid=(B * H * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        template=[
+            ("T", keys.dtype),
+            ("D", D),
+            ("THREADS", threads),
+            ("PER", tiles.per_thread),
+            ("GROUP", group),
+            ("HEADS", tiles.heads),
+            ("LANES", tiles.lanes),
+            ("ATTENTION", _ATTENTION[p.attention]),
+            ("NOISE", _NOISE[p.noise]),
+            ("DISTRIBUTION", _DISTRIBUTION[p.distribution]),
+            ("REDRAW", p.redraw),
+            ("WINDOW", p.window),
+            ("COUNT", p.normalize == "count"),
+            ("DECAY", p.decay < 1),
+            ("SOFT_CAP", soft_cap is not None),
+            ("SINKS", asked is not None and asked.sinks is not None),
+        ],
+    )
+    return Outcome(scores, masses_after if step.masses is not None else None, free if step.decide else None)
+
+
+@lru_cache(maxsize=256)  # alike in all layers, or from step to step
+def _integers(*words: int) -> mx.array:
+    """Numbers of a step, as one array: one buffer, and fewer than 8 go into a GPU's constant memory."""
+    return mx.array(words, mx.int32)
+
+
+@lru_cache(maxsize=4096)
+def _fixed(policy: Policy, layer: int, scale: float, soft_cap: float) -> mx.array:
+    """What does not change from step to step."""
+    decay = math.log(policy.decay)
+    floats = (scale, soft_cap, max(policy.decay, 1e-37), decay, 1 - policy.decay)
+    stream = noise.stream(policy.seed, layer)
+    return _integers(policy.n_sink, stream - (stream >> 31 << 32), *map(_bits, floats))
+
+
+def _bits(number: float) -> int:
+    """A float32's bits as an int32."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", number))
+    return int(bits)
+
+
+INPUTS = ("queries", "keys", "scores", "positions", "masses", "slot", "sinks", "now", "fixed")
+OUTPUTS = ("scores_out", "masses_out", "free_out")
+
+# Functions without pointers, so that they compile whatever memory an input is in. C++14, for MSL 3.1.
+HEADER = """
+inline uint keyformer_mix(uint h) {  // noise.py, _mix
+  h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
+  h = (h ^ (h >> 13)) * 0xC2B2AE35u;
+  return h ^ (h >> 16);
+}
+inline uint keyformer_head(uint stream, int head) { return keyformer_mix(stream + uint(head) * 0x85EBCA77u); }
+// The second word of noise.py, uniform: of a query, or of nobody.
+inline uint keyformer_asking(uint head, bool redraw, int query) {
+  return keyformer_mix(head ^ (redraw ? uint(query) * 0x27D4EB2Fu + 1u : 0x27D4EB2Fu));
+}
+// Inverse error function in float32: polynomials in -log(1 - x^2) (Giles, GPU Computing Gems, 2011).
+inline float keyformer_erfinv(float x) {
+  float w = -log((1.0f - x) * (1.0f + x)), p;
+  if (w < 5.0f) {
+    w = w - 2.5f;
+    p = 2.81022636e-08f;
+    p = p * w + 3.43273939e-07f;
+    p = p * w - 3.5233877e-06f;
+    p = p * w - 4.39150654e-06f;
+    p = p * w + 0.00021858087f;
+    p = p * w - 0.00125372503f;
+    p = p * w - 0.00417768164f;
+    p = p * w + 0.246640727f;
+    p = p * w + 1.50140941f;
+  } else {
+    w = sqrt(w) - 3.0f;
+    p = -0.000200214257f;
+    p = p * w + 0.000100950558f;
+    p = p * w + 0.00134934322f;
+    p = p * w - 0.00367342844f;
+    p = p * w + 0.00573950773f;
+    p = p * w - 0.0076224613f;
+    p = p * w + 0.00943887047f;
+    p = p * w + 1.00167406f;
+    p = p * w + 2.83297682f;
+  }
+  return p * x;
+}
+inline float keyformer_noise(int distribution, uint head, uint asking, int position) {
+  if (distribution == 2) return 0.577215665f;
+  const uint h = keyformer_mix(keyformer_mix(head + uint(position) * 0xC2B2AE3Du) + asking);
+  const float u = (float(h >> 9) + 0.5f) * 1.1920929e-07f;  // 2^-23
+  if (distribution == 0) return -log(-log(u));
+  return 0.577215665f + 1.81379936f * keyformer_erfinv(2.0f * u - 1.0f);
+}
+// 1 - exp(x) for x <= 0, exact to rounding near 0 as well (Kahan): MSL has no expm1.
+inline float keyformer_fallen(float x) {
+  const float e = exp(x), d = 1.0f - e;
+  return e == 1.0f ? -x : d == 1.0f ? d : d * (x / log(e));
+}
+"""
+
+# One threadgroup per sequence and KV head. 32 rows at a time go to a simdgroup: LANES lanes share each of 32 / LANES
+# rows, LANES times over, and then exchange sums so that every lane owns one row: a thread owns PER rows in all.
+# `now`: of each sequence: slots in use, tokens seen, protected last rows, tau. `fixed`: sinks, the noise's stream, the
+# scale of the logits, the cap, the decay, its logarithm, 1 - decay.
+SOURCE = """
+  constexpr int NSG = THREADS / 32, RPS = 32 / LANES, NV = D / 4, NC = (NV + LANES - 1) / LANES, NQ = NC * LANES;
+  constexpr int FAR = 0x7fffffff;
+  constexpr bool BY_QUERY = ATTENTION == 1, BY_KEY = ATTENTION == 2, AT_SELECTION = NOISE == 1, IN_LOGIT = NOISE == 2;
+  threadgroup vec<float, 4> query[HEADS * NQ];
+  threadgroup float top[HEADS * NSG];
+  threadgroup float sum[HEADS * NSG];
+  threadgroup float least[NSG];
+  threadgroup int least_at[NSG];
+  threadgroup int least_row[NSG];
+
+  const int tid = int(thread_position_in_threadgroup.x);
+  const int lane = int(thread_index_in_simdgroup);
+  const int sg = int(simdgroup_index_in_threadgroup);
+  const int sub = lane % LANES, part = lane / LANES;
+  const int row = int(threadgroup_position_in_grid.x);
+  const int kv_heads = keys_shape[1], capacity = scores_shape[2];
+  const int batch = row / kv_heads, kv = row % kv_heads;
+  const int n = now[batch * 4], offset = now[batch * 4 + 1], recent = now[batch * 4 + 2];
+  const float tau = as_type<float>(int(now[batch * 4 + 3]));
+  const int n_sink = fixed[0];
+  const uint stream = uint(fixed[1]);
+  const float scale = as_type<float>(int(fixed[2])), cap = as_type<float>(int(fixed[3]));
+  const float decay = as_type<float>(int(fixed[4]));
+  const float divisor = BY_QUERY && !AT_SELECTION ? tau : 1.0f;
+  const size_t at0 = size_t(row) * size_t(capacity), key0 = size_t(row) * size_t(keys_shape[2]);
+  const int fresh = int(slot[row]);
+
+  float mass[PER];
+  for (int i = 0; i < PER; ++i) mass[i] = 0.0f;
+  bool dead = false;  // a logit left float32: no row gets anything
+  if (BY_QUERY || BY_KEY) {
+    const device vec<T, 4>* rows = (const device vec<T, 4>*)(keys + key0 * D);
+    for (int g0 = 0; g0 < GROUP; g0 += HEADS) {
+      // whole vectors: to store one number of a vector may be to load, change and store all four
+      for (int i = tid; i < HEADS * NQ; i += THREADS) {
+        const int g = g0 + i / NQ, d = i % NQ * 4;
+        vec<float, 4> q;
+        for (int x = 0; x < 4; ++x) {
+          float number = 0.0f;
+          if (d + x < D && g < GROUP) {
+            number = BY_QUERY ? float(queries[(size_t(row) * GROUP + size_t(g)) * D + d + x])
+                              : float(keys[(key0 + size_t(fresh)) * D + d + x]);
+          }
+          q[x] = number * scale;
+        }
+        query[i] = q;  // every read of the heads before was ahead of the barrier after their sums
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+
+      bool asks[HEADS];  // a query that is not finite asks nobody
+      uint head_stream[HEADS], asking[HEADS];
+      for (int g = 0; g < HEADS; ++g) {
+        float odd = 0.0f;
+        for (int v = lane; v < NQ; v += 32) {
+          const vec<float, 4> q = query[g * NQ + v];
+          for (int i = 0; i < 4; ++i) odd += isfinite(q[i]) ? 0.0f : 1.0f;
+        }
+        asks[g] = simd_sum(odd) == 0.0f && g0 + g < GROUP;
+        head_stream[g] = keyformer_head(stream, kv * GROUP + g0 + g);
+        asking[g] = keyformer_asking(head_stream[g], REDRAW, offset - 1);
+      }
+
+      float e[PER][HEADS];
+      float m[HEADS];
+      for (int g = 0; g < HEADS; ++g) m[g] = -INFINITY;
+      for (int i = 0; i < PER; ++i) {
+        const int first = (i * NSG + sg) * 32;
+        for (int g = 0; g < HEADS; ++g) e[i][g] = -INFINITY;
+        if (first < n) {  // the same for the whole simdgroup
+          float dots[HEADS][LANES];
+          for (int g = 0; g < HEADS; ++g)
+            for (int u = 0; u < LANES; ++u) dots[g][u] = 0.0f;
+          for (int c = 0; c < NC; ++c) {
+            const int v = c * LANES + sub;
+            const int in_row = v < NV ? v : NV - 1;  // beyond a row the query is 0
+            vec<T, 4> k[LANES];
+            for (int u = 0; u < LANES; ++u) {
+              const int j = first + u * RPS + part;
+              k[u] = rows[size_t(j < n ? j : n - 1) * NV + in_row];
+            }
+            for (int g = 0; g < HEADS; ++g) {
+              const vec<float, 4> q = query[g * NQ + v];
+              for (int u = 0; u < LANES; ++u)
+                for (int x = 0; x < 4; ++x) dots[g][u] += q[x] * float(k[u][x]);
+            }
+          }
+          // each exchange halves the rows a lane has sums of and doubles what the sums cover
+          for (int o = LANES / 2; o > 0; o /= 2) {
+            const bool upper = (sub & o) != 0;
+            for (int g = 0; g < HEADS; ++g)
+              for (int u = 0; u < o; ++u) {
+                const float keep = upper ? dots[g][u + o] : dots[g][u];
+                const float give = upper ? dots[g][u] : dots[g][u + o];
+                dots[g][u] = keep + simd_shuffle_xor(give, ushort(o));
+              }
+          }
+          const int j = first + sub * RPS + part;
+          if (j < n && scores[at0 + size_t(j)] != -INFINITY && !(BY_KEY && j == fresh)) {
+            for (int g = 0; g < HEADS; ++g) {
+              float l = asks[g] ? dots[g][0] : 0.0f;
+              if (SOFT_CAP) l = cap * tanh(l / cap);
+              if (IN_LOGIT) {
+                l += keyformer_noise(DISTRIBUTION, head_stream[g], asking[g], positions[at0 + size_t(j)]);
+              }
+              e[i][g] = l / divisor;
+              m[g] = max(m[g], e[i][g]);
+            }
+          }
+        }
+      }
+
+      for (int g = 0; g < HEADS; ++g) {
+        m[g] = simd_max(m[g]);
+        if (m[g] == -INFINITY) m[g] = 0.0f;
+        float s = 0.0f;
+        for (int i = 0; i < PER; ++i) {
+          e[i][g] = exp(e[i][g] - m[g]);
+          s += e[i][g];
+        }
+        s = simd_sum(s);
+        if (lane == 0) {
+          top[g * NSG + sg] = m[g];
+          sum[g * NSG + sg] = s;
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (int g = 0; g < HEADS; ++g) {
+        const float mine = lane < NSG ? top[g * NSG + lane] : -INFINITY;
+        float all = simd_max(mine);
+        float sink = 0.0f;
+        if (SINKS && g0 + g < GROUP) {
+          sink = float(sinks[kv * GROUP + g0 + g]) / divisor;
+          all = max(all, sink);
+        }
+        float total = simd_sum(lane < NSG ? sum[g * NSG + lane] * exp(mine - all) : 0.0f);
+        if (SINKS && g0 + g < GROUP) total += exp(sink - all);
+        if (!(total < INFINITY)) dead = true;
+        const float share = asks[g] && total > 0.0f ? exp(m[g] - all) / total : 0.0f;
+        for (int i = 0; i < PER; ++i) mass[i] += e[i][g] * share;
+      }
+    }
+  }
+
+  float best = INFINITY;
+  int best_at = FAR, best_row = FAR;
+  const uint select_stream = keyformer_head(stream, kv);
+  const uint select_asking = keyformer_asking(select_stream, false, 0);
+  for (int i = 0; i < PER; ++i) {
+    const int j = (i * NSG + sg) * 32 + sub * RPS + part;
+    if (j < n) {
+      const size_t at = at0 + size_t(j);
+      const float before = scores[at];
+      float x = before;
+      if (BY_QUERY || BY_KEY) {
+        float given = dead ? 0.0f : mass[i];
+        if (BY_KEY && j == fresh && offset == 1) given = 1.0f;  // the very first row of all
+        if (WINDOW > 0) {
+          float in_window = 0.0f;
+          for (int c = 0; c + 1 < WINDOW; ++c) {
+            const float counted = masses[at * WINDOW + size_t(c + 1)];
+            masses_out[at * WINDOW + size_t(c)] = counted;
+            in_window += counted;
+          }
+          masses_out[at * WINDOW + size_t(WINDOW - 1)] = given;
+          x = before == -INFINITY ? before : in_window + given;
+        } else {
+          x = (DECAY ? before * decay : before) + given;
+        }
+      }
+      scores_out[at] = x;
+      const int position = positions[at];
+      if (!BY_QUERY && !BY_KEY) x = x == -INFINITY ? x : 0.0f;
+      if (COUNT) {
+        int seen = max(offset - position, 1);
+        if (WINDOW > 0) seen = min(seen, int(WINDOW));
+        float count = float(seen);
+        if (DECAY) count = keyformer_fallen(count * as_type<float>(int(fixed[5]))) / as_type<float>(int(fixed[6]));
+        x = x / count;
+      }
+      if (AT_SELECTION) x += tau * keyformer_noise(DISTRIBUTION, select_stream, select_asking, position);
+      if (isnan(x)) x = -INFINITY;
+      if (position < n_sink || position >= offset - recent) x = INFINITY;
+      if (x < best || (x == best && position < best_at)) {
+        best = x;
+        best_at = position;
+        best_row = j;
+      }
+    }
+  }
+  for (int j = n + tid; j < capacity; j += THREADS) {
+    const size_t at = at0 + size_t(j);
+    scores_out[at] = scores[at];
+    for (int c = 0; c < WINDOW; ++c) masses_out[at * WINDOW + size_t(c)] = 0.0f;
+  }
+  if (WINDOW == 0 && row == 0 && tid == 0) masses_out[0] = 0.0f;
+
+  // the lowest; of equal ones that at the lowest position
+  const float low = simd_min(best);
+  const int low_at = simd_min(best == low ? best_at : FAR);
+  const int low_row = simd_min(best == low && best_at == low_at ? best_row : FAR);
+  if (lane == 0) {
+    least[sg] = low;
+    least_at[sg] = low_at;
+    least_row[sg] = low_row;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (sg == 0) {
+    const float l = lane < NSG ? least[lane] : INFINITY;
+    const int a = lane < NSG ? least_at[lane] : FAR;
+    const int r = lane < NSG ? least_row[lane] : FAR;
+    const float l_all = simd_min(l);
+    const int a_all = simd_min(l == l_all ? a : FAR);
+    const int r_all = simd_min(l == l_all && a == a_all ? r : FAR);
+    if (lane == 0) free_out[row] = r_all;
+  }
+"""
