@@ -10,7 +10,7 @@ ready := .venv/ready
 modules := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard keyformer/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep stop ui report test test-browser lint docs lock moved
+.PHONY: help setup sweep stop ui report test test-browser test-metal lint docs lock moved
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s%s\n", $$1, $$2}' Makefile
@@ -31,12 +31,17 @@ report: $(ready)  ## print the last sweep's table again (ARGS="--experiment NAME
 	@$(python) -m pipeline.report $(ARGS)
 
 test: $(ready)  ## run the tests (ARGS="-k name")
-	@$(python) -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not browser" $(ARGS)
+	@$(python) -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not browser and not metal" $(ARGS)
 
 test-browser: $(ready)  ## look at the MLflow UI through a headless chromium
 	@command -v chromium >/dev/null || \
 		{ echo "test-browser: expected Debian's chromium, found none. Install it: apt-get install chromium" >&2; exit 2; }
 	@$(python) -m pytest -q -m browser $(ARGS)
+
+test-metal: $(ready)  ## run the Metal kernels' source on this CPU, against float64
+	@command -v clang-19 >/dev/null || \
+		{ echo "test-metal: expected clang-19, found none. Install it: apt-get install clang-19 libclang-rt-19-dev" >&2; exit 2; }
+	@$(python) -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m metal tests/metal $(ARGS)
 
 lint: $(ready)  ## ruff (rules and format) and mypy
 	@$(python) -m ruff check .
