@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -27,6 +28,8 @@ CUDA_HEADER = """
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
+// MLX writes the signature. Without a bound a variant may take more registers than a launch has.
+#define __global__ __attribute__((global)) __launch_bounds__(THREADS_AT_MOST)
 typedef unsigned int uint;
 typedef unsigned short ushort;
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
@@ -54,7 +57,7 @@ template <typename T, int N> struct alignas(sizeof(T) * N) vec {
   __device__ __forceinline__ T operator[](int i) const { return v[i]; }
   __device__ __forceinline__ T& operator[](int i) { return v[i]; }
 };
-"""
+""".replace("THREADS_AT_MOST", str(THREADS["cuda"]))
 
 
 def backend() -> str | None:
@@ -77,9 +80,14 @@ def backend() -> str | None:
 
 @lru_cache
 def build(back_end: str, name: str, inputs: Sequence[str], outputs: Sequence[str], source: str, header: str) -> Kernel:
-    """A kernel for that back-end; the compiler runs when it is first called with new template arguments."""
+    """A kernel for that back-end; the compiler runs when it is first called with new template arguments.
+
+    MLX's CUDA back-end knows compiled kernels, also those it left on disk, by name and template arguments alone. So the
+    name carries a hash of the text, and every dtype that a body depends on must be a template argument.
+    """
     make: Any = mx.fast.metal_kernel if back_end == "metal" else mx.fast.cuda_kernel
     if back_end == "cuda":
         header = CUDA_HEADER + header
+    name = f"{name}_{hashlib.sha256((header + source).encode()).hexdigest()[:16]}"
     kernel: Kernel = make(name=name, input_names=inputs, output_names=outputs, source=source, header=header)
     return kernel

@@ -211,6 +211,8 @@ def decode_kernel(kernel: Kernel, threads: int, policy: Policy, layer: int, step
         threadgroup=(threads, 1, 1),
         template=[
             ("T", keys.dtype),
+            ("Q", queries.dtype),
+            ("SINK", sinks.dtype),
             ("D", D),
             ("THREADS", threads),
             ("PER", tiles.per_thread),
@@ -354,7 +356,7 @@ SOURCE = """
         for (int x = 0; x < 4; ++x) {
           float number = 0.0f;
           if (d + x < D && g < GROUP) {
-            number = BY_QUERY ? float(queries[(size_t(row) * GROUP + size_t(g)) * D + d + x])
+            number = BY_QUERY ? float(Q(queries[(size_t(row) * GROUP + size_t(g)) * D + d + x]))
                               : float(keys[(key0 + size_t(fresh)) * D + d + x]);
           }
           q[x] = number * scale;
@@ -445,7 +447,7 @@ SOURCE = """
         float all = simd_max(mine);
         float sink = 0.0f;
         if (SINKS && g0 + g < GROUP) {
-          sink = float(sinks[kv * GROUP + g0 + g]) / divisor;
+          sink = float(SINK(sinks[kv * GROUP + g0 + g])) / divisor;
           all = max(all, sink);
         }
         float total = simd_sum(lane < NSG ? sum[g * NSG + lane] * exp(mine - all) : 0.0f);

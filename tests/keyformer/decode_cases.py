@@ -33,6 +33,7 @@ class Case:
     spare: int = 5  # capacity beyond the longest sequence
     layer: int = 3
     dtype: mx.Dtype = mx.float32
+    asked: mx.Dtype | None = None  # of queries and sinks, where it is not that of the keys
     recents: tuple[int, ...] = (6, 0)
     seen: int = 90  # tokens beyond the rows
     soft_cap: float | None = None
@@ -96,6 +97,8 @@ CASES: dict[str, Case] = {name: Case(policy, seed=i) for i, (name, policy) in en
     "bfloat16": Case(_OF_QUERIES, dtype=mx.bfloat16, size=64),
     "bfloat16, proxy": Case(POLICIES["proxy"], dtype=mx.bfloat16, size=48),
     "a window of bfloat16": Case(POLICIES["tova"], dtype=mx.bfloat16),
+    "float32 queries, bfloat16 keys": Case(_OF_QUERIES, dtype=mx.bfloat16, asked=mx.float32, sinks=True),
+    "bfloat16 queries, float32 keys": Case(_OF_QUERIES, asked=mx.bfloat16, sinks=True),
     "soft cap": Case(_OF_QUERIES, soft_cap=2.5, width=3.0),
     "sinks": Case(_OF_QUERIES, sinks=True),
     "sinks, temperature": Case(POLICIES["h2o, softmax(x/T)"], sinks=True),

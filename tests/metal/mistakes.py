@@ -157,7 +157,7 @@ MISTAKES: dict[str, Mistake] = {
     "always redrawn": _source("(head_stream[g], REDRAW", "(head_stream[g], true", "keyformer, frozen"),
     "temperature before the noise": _source("e[i][g] = l / divisor;", "e[i][g] = l;", "keyformer"),
     "temperature twice": _source("BY_QUERY && !AT_SELECTION ? tau", "BY_QUERY ? tau", "query, select"),
-    "sinks undivided": _source("[kv * GROUP + g0 + g]) / divisor", "[kv * GROUP + g0 + g])", "sinks, temperature"),
+    "sinks undivided": _source("[kv * GROUP + g0 + g])) / divisor", "[kv * GROUP + g0 + g]))", "sinks, temperature"),
     "sinks of the first head": _source("sinks[kv * GROUP + g0 + g]", "sinks[g0 + g]", "sinks"),
     "a sink above all rows": _source("all = max(all, sink);", "", "a large sink"),
     "cap after noise": _source(
