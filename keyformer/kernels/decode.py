@@ -6,10 +6,12 @@ same in one kernel, one threadgroup for each sequence and KV head. Both take the
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 
@@ -20,6 +22,7 @@ from ..ranking import rank_rows
 from ..scores import Asked, add_query_mass, attention_mass
 from .build import MOST_BYTES, THREADS, Kernel, backend, build
 
+log = logging.getLogger(__name__)
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 _MOST_REGISTERS = 32  # logits that one thread holds
 _ATTENTION = {"none": 0, "query": 1, "key": 2}
@@ -74,7 +77,9 @@ def decode_step(policy: Policy, layer: int, step: Step, asked: Asked | None) -> 
     On a GPU that is one dispatch of `decode_kernel`, except where it does not serve and array operations do the same
     (`unsupported` says which): attention "norm" or "difference", pooling, a mask array, keys that the layer expanded
     (multi-head latent attention), head sizes that are no multiple of 4, other dtypes than float32, float16 and
-    bfloat16, and more rows than registers hold (8192 on Metal, 16384 with CUDA).
+    bfloat16, and more rows than registers hold (8192 on Metal, 16384 with CUDA). The first step of each case is
+    computed both ways: a kernel that this GPU's compiler refuses, or that computes something else, is not used, and a
+    warning says so.
 
     Args:
         policy: its choices; one that evicts.
@@ -86,7 +91,40 @@ def decode_step(policy: Policy, layer: int, step: Step, asked: Asked | None) -> 
     if back_end is None or unsupported(policy, step, asked, THREADS[back_end]):
         return decode_ops(policy, layer, step, asked)
     kernel = build(back_end, "keyformer_decode", INPUTS, OUTPUTS, SOURCE, HEADER)
+    case = _case(back_end, policy, step, asked)
+    if case not in _serves:
+        _serves[case] = _agrees(kernel, THREADS[back_end], policy, layer, step, asked)
+    if not _serves[case]:
+        return decode_ops(policy, layer, step, asked)
     return decode_kernel(kernel, THREADS[back_end], policy, layer, step, asked)
+
+
+# what is compiled on its own -> whether this GPU does with it what the definition says
+_serves: dict[tuple[Any, ...], bool] = {}
+
+
+def _case(back_end: str, policy: Policy, step: Step, asked: Asked | None) -> tuple[Any, ...]:
+    H, D = step.scores.shape[1], step.keys.shape[3]
+    group = 1 if asked is None else asked.queries.shape[1] // H
+    shown = asked and (asked.queries.dtype, asked.sinks is not None, asked.soft_cap is not None)
+    return back_end, policy, step.keys.dtype, D, group, _tiles(THREADS[back_end], max(step.rows), group, D), shown
+
+
+def _agrees(kernel: Kernel, threads: int, policy: Policy, layer: int, step: Step, asked: Asked | None) -> bool:
+    """One step computed both ways, the first time of each case: no compiler has been met that this was not tried on."""
+    n, want = max(step.rows), decode_ops(policy, layer, step, asked)
+    try:
+        got = decode_kernel(kernel, threads, policy, layer, step, asked)
+        alike = mx.allclose(got.scores[..., :n], want.scores[..., :n], rtol=1e-3, atol=1e-4).item()
+        if alike and got.free is not None and want.free is not None:
+            same: Any = (got.free == want.free).astype(mx.float32).mean().item()
+            alike = same >= 0.5  # a tie may go either way
+    except (RuntimeError, ValueError) as error:
+        log.warning("The decode kernel does not run here (%s); array operations do its work, more slowly.", error)
+        return False
+    if not alike:
+        log.warning("The decode kernel differs from its definition here; array operations do its work, more slowly.")
+    return bool(alike)
 
 
 def decode_ops(policy: Policy, layer: int, step: Step, asked: Asked | None) -> Outcome:

@@ -76,6 +76,37 @@ def test_no_kernel_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         backend()
 
 
+@pytest.mark.parametrize("fault", ["refused", "wrong scores", "wrong rows"])
+def test_a_kernel_that_does_not_do_its_work_is_not_used(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A GPU compiler that refuses the text, or gets it wrong: found on the first step, said once."""
+    case = next(c for c in CASES.values() if c.policy.attention == "query")
+    step, asked = make(case)
+    expected = decode.decode_ops(case.policy, case.layer, step, asked)
+    calls = []
+
+    def compiled(**call: Any) -> list[mx.array]:
+        calls.append(call)
+        if fault == "refused":
+            raise RuntimeError("[metal::Device] Unable to build metal library from source")
+        assert expected.free is not None
+        scores = expected.scores + (1.0 if fault == "wrong scores" else 0.0)
+        return [scores, mx.zeros((1,)), expected.free + (1 if fault == "wrong rows" else 0)]
+
+    monkeypatch.setattr(decode, "backend", lambda: "metal")
+    monkeypatch.setattr(decode, "build", lambda *text: compiled)
+    monkeypatch.setattr(decode, "_serves", {})
+    for _ in range(2):
+        outcome = decode.decode_step(case.policy, case.layer, step, asked)
+        assert mx.array_equal(outcome.scores, expected.scores)
+        assert outcome.free is not None
+        assert mx.array_equal(outcome.free, expected.free)
+    assert len(calls) == 1
+    (record,) = caplog.records
+    assert "array operations do its work" in record.message
+
+
 def test_what_no_kernel_does_is_named() -> None:
     def reason(case: Case, threads: int = 64, **changes: Any) -> str | None:
         step, asked = make(case)
