@@ -19,6 +19,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import keyformer
 from keyformer import POLICIES, Full, KeyformerKVCache, Policy
+from keyformer.layers import group_layers
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=128, help="rows that the policies keep")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=20)
+    parser.add_argument("--policies", nargs="+", default=[n for n, k in POLICIES.items() if k().evicts])
     args = parser.parse_args()
     model: Any = mlx_lm.load(args.model)[0] if args.model else random_model()
     chip = mx.device_info().get("device_name", "") if mx.default_device() == mx.Device(mx.gpu) else "cpu"
@@ -54,10 +56,7 @@ def main() -> None:
             (f"mlx-lm RotatingKVCache, {args.budget + 1}", plain(model, batch, args.budget + 1, rotating)),
         ]
         arms += [(f"ours, full, {args.context}", ours(model, batch, args.context, Full(), None))]
-        for kind in POLICIES.values():
-            policy = kind()
-            if not policy.evicts:
-                continue
+        for policy in (POLICIES[name]() for name in args.policies):
             arms.append((f"ours, {policy.name}, {args.budget}", ours(model, batch, args.context, policy, args.budget)))
         times = [milliseconds(model, batch, caches, args.tokens) for _, caches in arms]
         for (name, _), took in zip(arms, times, strict=True):
@@ -108,6 +107,7 @@ def ours(model: Any, batch: int, n: int, policy: Policy, budget: int | None) -> 
             cache.end_prefill()
             row.append(cache)
         caches.append(row[0] if batch == 1 else KeyformerKVCache.merge(row))
+    group_layers(caches)
     return caches
 
 

@@ -59,7 +59,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
         """Become these sequences, each in a cache of its own."""
         self._parts: list[KeyformerKVCache] | None = parts
         self._set_arrays([None] * 6)
-        self._free = None
+        self._slot = None
         self._count()
 
     def _count(self) -> None:
@@ -89,8 +89,8 @@ class BatchKeyformerKVCache(KeyformerKVCache):
             readers=self.readers,
         )
         one._set_arrays(None if a is None else mx.contiguous(a[b : b + 1, :, :n]) for a in self._arrays())
-        if self._free is not None and n > budget:
-            one._free = self._free[b : b + 1]
+        if self._slot is not None and n > budget:
+            one._slot = self._slot[b : b + 1]
         one._rows, one._offsets, one._steps = [n], [self._offsets[b]], [self._steps[b]]
         one._in_prompt, one._prior = False, n
         # decoding since has scored every sequence, or evicted from those over their budget
@@ -106,12 +106,11 @@ class BatchKeyformerKVCache(KeyformerKVCache):
             None
             if like is None
             else mx.concatenate([_padded(p._arrays()[i], p._rows[0], capacity, like) for p in parts])
-            for i, like in enumerate(self._new_rows(keys, values, mx.array(0)))
+            for i, like in enumerate(self._new_rows(keys, values))
         )
-        if any(p._free is not None for p in parts):
-            # of a sequence below its budget it is not read
-            nothing = mx.zeros((1, keys.shape[1], 1), mx.int32)
-            self._free = mx.concatenate([nothing if p._free is None else p._free for p in parts])
+        if any(p._slot is not None for p in parts):
+            behind = (mx.full((1, keys.shape[1], 1, 1), p._rows[0], mx.int32) for p in parts)
+            self._slot = mx.concatenate([b if p._slot is None else p._slot for p, b in zip(parts, behind, strict=True)])
         self._parts = None
 
     # -- what mlx-lm reads
@@ -253,6 +252,8 @@ class BatchKeyformerKVCache(KeyformerKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._check_call(keys, values)
         S = keys.shape[2]
+        if self.undecided:
+            self.group.decide()
         if S:
             self._enter(S)
         if not self._in_prompt and S:
@@ -313,7 +314,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
             return
         index = mx.array(stay, mx.int32)
         self._set_arrays(None if a is None else a[index] for a in self._arrays())
-        self._free = None if self._free is None else self._free[index]
+        self._slot = None if self._slot is None else self._slot[index]
         for name in ("_budgets", "_rows", "_offsets", "_steps", "_were_touched"):
             values = getattr(self, name)
             setattr(self, name, [values[b] for b in stay])

@@ -21,7 +21,8 @@ from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from . import noise
 from .eviction import keep_rows, walk
-from .kernels.decode import Step, decode_step
+from .kernels.decode import Now, Read, Rows, entered, rows_of
+from .layers import LayerGroup
 from .policies import NO_QUERIES, POLICIES, Policy, make_policy
 from .ranking import rank_rows
 from .rope import Rope
@@ -97,18 +98,23 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         self.readers = readers
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
-        self.scores: mx.array | None = None  # [B, Hkv, capacity] float32; -inf: a NaN or infinite key, ranked last
-        self.positions: mx.array | None = None  # [B, Hkv, capacity] int32, tokens that came before the row's
-        self.masses: mx.array | None = None  # [B, Hkv, capacity, window] float32, one column per counted query
         self.shifts: mx.array | None = None  # [B, Hkv, capacity] int32, with `rope`: the row's number now - on arrival
+        self._scores: mx.array | None = None
+        self._positions: mx.array | None = None
+        self._masses: mx.array | None = None
         self._budgets = [budget if policy.evicts and budget is not None else _UNBOUNDED]
         self._rows = [0]  # slots in use, the freed one included
         self._offsets = [0]  # tokens seen
         self._steps = [0]  # decoded tokens, what the temperature counts
-        self._free: mx.array | None = None  # [B, Hkv, 1] int32, the slot the last eviction freed
+        self._slot: mx.array | None = None  # [B, Hkv, 1, 1] int32, where the next decoded row goes
+        self.group = LayerGroup(1)  # the layers whose decoded tokens are scored together
+        self.undecided = False  # a decoded token's rows wait for the other layers of the group
+        self._held: Rows | None = None  # scores, positions and masses of the whole group, while decoding
+        self._place = 0  # this layer's first sequence there
         self._in_prompt = True
         self._announced = False
         self._prior = 0  # rows stored before the open prompt
+        self._new: mx.array | None = None  # keys of this call's rows
         self._unseen = 0  # new rows whose attention nobody has shown us yet
         self._asked: list[Asked] = []  # by the layers that have read this call's rows, while more will
         self._read: tuple[mx.array, mx.array] | None = None  # what this call returned, where eviction would change it
@@ -130,6 +136,42 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """Rows kept per KV head; None for policy "full"."""
         return self._budgets[0] if self.policy.evicts else None
 
+    @property
+    def scores(self) -> mx.array | None:
+        """[B, Hkv, capacity] float32; -inf: a key that is not finite, ranked last. With policy "full", 0 and -inf."""
+        if not self.policy.evicts:
+            return None if self.keys is None else _starting_scores(self.keys)
+        rows = self._own_rows()
+        return self._scores if rows is None else rows.scores
+
+    @property
+    def positions(self) -> mx.array | None:
+        """[B, Hkv, capacity] int32, of each row the tokens that came before it."""
+        if not self.policy.evicts:
+            if self.keys is None:
+                return None
+            return mx.broadcast_to(mx.arange(self.keys.shape[2], dtype=mx.int32), self.keys.shape[:3])
+        rows = self._own_rows()
+        return self._positions if rows is None else rows.positions
+
+    @property
+    def masses(self) -> mx.array | None:
+        """[B, Hkv, capacity, window] float32, one column per counted query, for a policy with a window."""
+        rows = self._own_rows() if self.policy.window else None
+        return self._masses if rows is None else rows.masses
+
+    def _own_rows(self) -> Rows | None:
+        """Of a decoded token on, what is known of the rows; None in a prompt."""
+        if self.undecided:
+            self.group.decide()
+        if self._slot is None:
+            return None
+        rows = self._undecided_rows()
+        if self._unseen:  # its queries are still to come
+            assert self._new is not None
+            rows = entered(rows, self._new, self._offsets)
+        return rows
+
     def size(self) -> int:
         """Rows stored per KV head."""
         return self._stored(0)
@@ -143,7 +185,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         return [self._stored(b) for b in range(len(self._rows))]
 
     def _stored(self, b: int) -> int:
-        return min(self._rows[b], self._budgets[b]) if self._free is not None else self._rows[b]
+        return min(self._rows[b], self._budgets[b]) if self._slot is not None else self._rows[b]
 
     def empty(self) -> bool:
         return self.keys is None
@@ -151,14 +193,23 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
     @property
     def nbytes(self) -> int:
         """Bytes allocated, bookkeeping included."""
-        return sum(a.nbytes for a in (*self._arrays(), self._free) if a is not None)
+        computed = not self.policy.evicts
+        arrays = (self.keys, self.values, *(() if computed else self._arrays()[2:]), self._slot)
+        return sum(a.nbytes for a in arrays if a is not None)
 
     def _arrays(self) -> tuple[mx.array | None, ...]:
         """Everything stored per row; rows are axis 2 of each."""
         return self.keys, self.values, self.scores, self.positions, self.masses, self.shifts
 
     def _set_arrays(self, arrays: Iterable[mx.array | None]) -> None:
-        self.keys, self.values, self.scores, self.positions, self.masses, self.shifts = arrays
+        self.keys, self.values, scores, positions, masses, self.shifts = arrays
+        self._set_rows(scores, positions, masses)
+
+    def _set_rows(self, scores: mx.array | None, positions: mx.array | None, masses: mx.array | None) -> None:
+        """Keep these for oneself."""
+        self._held = None
+        if self.policy.evicts:
+            self._scores, self._positions, self._masses = scores, positions, masses
 
     @property
     def row_bytes(self) -> int:
@@ -226,9 +277,12 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """Forget the last n tokens, only while nothing was scored or evicted; returns how many were forgotten."""
         if not self.is_trimmable():
             return 0
+        if self.undecided:
+            self.group.decide()
         n = min(self._offsets[0], n)
         self._offsets[0] -= n
         self._rows[0] -= n
+        self._slot = None  # behind the rows there are now
         return n
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
@@ -256,6 +310,8 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """
         self._check_call(keys, values)
         S = keys.shape[2]
+        if self.undecided:
+            self.group.decide()
         if S == 0:
             return (keys, values) if self.keys is None else self._fetched()
         if S > 1 and not self._in_prompt:
@@ -306,6 +362,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         k, v = self._fetched()
         self._unfit = self.uneven
         self._for_readers(k, v)
+        self._new = keys
         if self.policy.attention == "query":
             self._unseen = keys.shape[2]
             return k, v
@@ -337,11 +394,11 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         keys = self._turned(n)
         # held weakly: a slice that lives on would keep the next row from being written in place
         self._whole = None if self.rope is not None and self._shifted else weakref.ref(keys)
-        return keys, self.values[..., :n, :]
+        return keys, self.values if n == self.values.shape[2] else self.values[..., :n, :]
 
     def _turned(self, n: int) -> mx.array:
         assert self.keys is not None
-        keys = self.keys[..., :n, :]
+        keys = self.keys if n == self.keys.shape[2] else self.keys[..., :n, :]
         if self.rope is not None and self._shifted:
             assert self.shifts is not None
             keys = self.rope.turn(keys, self.shifts[..., :n])
@@ -415,7 +472,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
                 raise ValueError(f"set_prompt: expected {name} {shape} for keys {keys.shape}, got {given.shape}.")
         self._check_call(keys, values)
         self._append(keys, values)
-        if scores is not None:
+        if scores is not None and self.policy.evicts:
             n = keys.shape[2]
             self._touched = True
             positions = mx.broadcast_to(mx.arange(n, dtype=mx.int32), scores.shape)
@@ -429,14 +486,15 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         capacity = -(-rows // _STEP) * _STEP
         return capacity if self._in_prompt else max(rows, min(capacity, max(self._budgets) + 1))
 
-    def _new_rows(self, keys: mx.array, values: mx.array, position: mx.array) -> tuple[mx.array | None, ...]:
-        """What is stored of new rows, as `_arrays` orders it. `position`: int32 that broadcasts to [B, Hkv, S]."""
-        rows, w = keys.shape[:3], self.policy.window
+    def _new_rows(self, keys: mx.array, values: mx.array) -> tuple[mx.array | None, ...]:
+        """What is stored of a prompt's new rows, as `_arrays` orders it."""
+        rows, w, evicts = keys.shape[:3], self.policy.window, self.policy.evicts
+        first = self._offsets[0]
         return (
             keys,
             values,
-            mx.where(mx.all(mx.isfinite(keys), axis=-1), 0.0, -mx.inf).astype(mx.float32),
-            mx.broadcast_to(position, rows),
+            _starting_scores(keys) if evicts else None,
+            mx.broadcast_to(mx.arange(first, first + rows[2], dtype=mx.int32), rows) if evicts else None,
             mx.zeros((*rows, w), mx.float32) if w else None,
             mx.zeros(rows, mx.int32) if self.rope is not None else None,
         )
@@ -453,41 +511,39 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             for o, r in zip(self._arrays(), room, strict=True)
         )
 
-    def _store(self, new: Sequence[mx.array | None], first: int) -> None:
-        """Rows `new` into the slots from `first` on."""
-        for a, rows in zip(self._arrays(), new, strict=True):
-            if a is not None and rows is not None:
-                a[:, :, first : first + rows.shape[2]] = rows
-
     def _append(self, keys: mx.array, values: mx.array) -> None:
         """Prompt rows: behind the stored ones, in order."""
-        S, first, offset = keys.shape[2], self._rows[0], self._offsets[0]
-        new = self._new_rows(keys, values, mx.arange(offset, offset + S, dtype=mx.int32))
+        S, first = keys.shape[2], self._rows[0]
+        new = self._new_rows(keys, values)
         self._reserve(new, first + S)
-        self._store(new, first)
+        stored = self.keys, self.values, self._scores, self._positions, self._masses, self.shifts
+        for a, rows in zip(stored, new, strict=True):
+            if a is not None and rows is not None:
+                a[:, :, first : first + S] = rows
         self._rows[0] += S
         self._offsets[0] += S
 
     def _write(self, keys: mx.array, values: mx.array) -> None:
-        """A decoded token's row: into the freed slot, or behind the stored rows of a sequence still below budget."""
-        appends = [r <= m for r, m in zip(self._rows, self._budgets, strict=True)]
-        new = self._new_rows(keys, values, mx.array(self._offsets, mx.int32)[:, None, None])
-        self._reserve(new, max(r + a for r, a in zip(self._rows, appends, strict=True)))
-        if all(appends) and len(set(self._rows)) == 1:
-            self._store(new, self._rows[0])
-            slot = mx.full((*keys.shape[:2], 1), self._rows[0], mx.int32)
+        """A decoded token's row: into the freed slot, or behind the stored rows of a sequence still below budget.
+
+        Its score and position are entered when they are first needed, by `decode_step`.
+        """
+        grown = [r + (r <= m) for r, m in zip(self._rows, self._budgets, strict=True)]
+        if self.keys is None or max(grown) > self.keys.shape[2]:
+            self._reserve(self._new_rows(keys, values), max(grown))
+        assert self.keys is not None and self.values is not None
+        if not self.policy.evicts and len(set(self._rows)) == 1:
+            n = self._rows[0]
+            self.keys[:, :, n : n + 1], self.values[:, :, n : n + 1] = keys, values
         else:
-            slot = mx.broadcast_to(mx.array(self._rows, mx.int32)[:, None, None], (*keys.shape[:2], 1))
-            if self._free is not None:
-                slot = mx.where(mx.array(appends)[:, None, None], slot, self._free)
-            self._set_arrays(
-                None
-                if a is None or row is None
-                else mx.put_along_axis(a, slot if a.ndim == 3 else slot[..., None], row, axis=2)
-                for a, row in zip(self._arrays(), new, strict=True)
-            )
-        self._free = slot
-        self._rows = [r + a for r, a in zip(self._rows, appends, strict=True)]
+            if self._slot is None or not self.policy.evicts:
+                behind = mx.array(self._rows, mx.int32)[:, None, None, None]
+                self._slot = mx.broadcast_to(behind, (*keys.shape[:2], 1, 1))
+            self.keys = mx.put_along_axis(self.keys, self._slot, keys, axis=2)
+            self.values = mx.put_along_axis(self.values, self._slot, values, axis=2)
+            if self.shifts is not None:
+                self.shifts = mx.put_along_axis(self.shifts, self._slot[..., 0], mx.array(0, mx.int32), axis=2)
+        self._rows = grown
         self._offsets = [o + 1 for o in self._offsets]
         self._steps = [s + 1 for s in self._steps]
 
@@ -495,11 +551,11 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """Keep the rows `index` [1, Hkv, m], in that order; the allocation shrinks to them."""
         self._set_arrays(None if a is None else _take(a, index) for a in self._arrays())
         self._rows = [index.shape[2]]
-        self._free = None
+        self._slot = None
 
     def _open_prompt(self) -> None:
         """More prompt after decoding: back to temporal order, the freed slot dropped."""
-        if self._free is not None:
+        if self._slot is not None:
             self._gather(self._temporal())
         self._in_prompt = True
         self._prior = self._rows[0]
@@ -509,8 +565,8 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         assert self.positions is not None
         n = self._rows[0]
         positions = self.positions[..., :n]
-        if self._free is not None and n > self._budgets[0]:
-            positions = mx.put_along_axis(positions, self._free, mx.array(_UNBOUNDED, mx.int32), axis=2)
+        if self._slot is not None and n > self._budgets[0]:
+            positions = mx.put_along_axis(positions, self._slot[..., 0], mx.array(_UNBOUNDED, mx.int32), axis=2)
         return mx.argsort(positions, axis=-1)[..., : self._stored(0)]
 
     # -- scores and eviction ------------------------------------------------------------------------------------------
@@ -518,17 +574,17 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
     def _after_attention(self, keys: mx.array, asked: Asked | None) -> list[mx.array]:
         """Scores, then eviction, for the rows just added. `keys`: those attention read; `asked`: its queries, for a
         policy that ranks by them."""
-        # without eviction the bookkeeping is written all the same, and must be evaluated with the attention
-        if self.policy.evicts and not self._in_prompt:
-            self._decide(keys, asked)
-        elif self.policy.evicts:
-            if asked is not None:
-                self._touched = True
-                self._add_query_mass(keys, asked)
-            if self.prefill == "chunked":
-                self._select()
-                self._prior = self._rows[0]
-        return [a for a in (*self._arrays()[2:], self._free) if a is not None]
+        if not self.policy.evicts:
+            return []
+        if not self._in_prompt:
+            return self._decide(keys, asked)
+        if asked is not None:
+            self._touched = True
+            self._add_query_mass(keys, asked)
+        if self.prefill == "chunked":
+            self._select()
+            self._prior = self._rows[0]
+        return [a for a in (self._scores, self._positions, self._masses, self.shifts) if a is not None]
 
     def _stored_mask(self, n: int) -> mx.array:
         """[B, 1, n] boolean: slots in use."""
@@ -546,18 +602,18 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             steps = [0] * len(self._steps) if self._in_prompt else self._steps
         else:
             steps = [o - 1 for o in self._offsets]
-        return [noise.temperature(s, p.tau_init, p.tau_end, p.anneal_steps) for s in steps]
+        return [float(noise.temperature(s, p.tau_init, p.tau_end, p.anneal_steps)) for s in steps]
 
     def _add_query_mass(self, keys: mx.array, asked: Asked) -> None:
         """A prompt call's queries score the rows they attended to."""
-        assert self.scores is not None and self.positions is not None
-        self.scores, self.masses = add_query_mass(
+        assert self._scores is not None and self._positions is not None
+        self._scores, self._masses = add_query_mass(
             self.policy,
             self.layer,
             keys,
-            self.scores,
-            self.positions,
-            self.masses,
+            self._scores,
+            self._positions,
+            self._masses,
             self._stored_mask(max(self._rows)),
             self._offsets,
             self._tau(),
@@ -580,40 +636,45 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             tau[..., 0] if isinstance(tau, mx.array) else tau,
         )
 
-    def _decide(self, keys: mx.array, asked: Asked | None) -> None:
-        """After a decode step: the new row and its queries score the rows, and each full sequence frees one."""
-        over = [r > m for r, m in zip(self._rows, self._budgets, strict=True)]
-        scoring = self.policy.attention in ("query", "key")
-        if not scoring and not any(over):
-            return
-        assert self.keys is not None and self.scores is not None and self.positions is not None
-        assert self._free is not None
-        self._touched = True
+    def _decide(self, keys: mx.array, asked: Asked | None) -> list[mx.array]:
+        """After a decode step: the new row and its queries score the rows, and each full sequence frees one, together
+        with the other layers of the group."""
         whole = self._whole is not None and self._whole() is keys
-        step = Step(
-            keys,
-            self.keys if whole else None,
-            self.scores,
-            self.positions,
-            self.masses,
-            self._free,
-            list(self._rows),
-            list(self._offsets),
-            [self.policy.recent_rows(m) if m < _UNBOUNDED else 0 for m in self._budgets],
-            self._taus(),
-            any(over),
-            self.score_bytes,
-        )
-        outcome = decode_step(self.policy, self.layer, step, asked)
-        if scoring:
-            self.scores, self.masses = outcome.scores, outcome.masses
-        if outcome.free is None:
-            return
-        self._free = outcome.free
-        if self.shifts is not None:
+        over = any(r > m for r, m in zip(self._rows, self._budgets, strict=True))
+        self._touched = self._touched or over or self.policy.attention in ("query", "key")
+        assert self._new is not None
+        return self.group.add(self, Read(self.layer, keys, self.keys if whole else None, self._new, asked))
+
+    def _now(self) -> Now:
+        """What `decode_step` needs to know of the sequences."""
+        recents = [self.policy.recent_rows(m) for m in self._budgets]
+        return Now(self._rows, self._offsets, recents, self._taus(), self._budgets, self.score_bytes)
+
+    def _alike(self) -> tuple[Any, ...]:
+        """Equal in layers whose sequences have the same history."""
+        scores = self._scores if self._held is None else self._held.scores
+        assert scores is not None
+        return scores.shape[1:], self._rows, self._offsets, self._steps, self._budgets, self.score_bytes
+
+    def _undecided_rows(self) -> Rows:
+        """Scores, positions and masses as before the token that is being decided on, whose row is in the slot."""
+        assert self._slot is not None
+        if self._held is not None:
+            return replace(rows_of(self._held, self._place, len(self._rows)), slot=self._slot)
+        assert self._scores is not None and self._positions is not None
+        return Rows(self._scores, self._positions, self._masses, self._slot)
+
+    def _decided(self, held: Rows, place: int, slot: mx.array) -> None:
+        """Scores, positions and masses are in `held`, from sequence `place` on, and the next row goes to `slot`."""
+        self._scores = self._positions = self._masses = None
+        self._held, self._place, self._slot = held, place, slot
+        self.undecided = False
+        over = [r > m for r, m in zip(self._rows, self._budgets, strict=True)]
+        if self.shifts is not None and any(over):
             n = max(self._rows)
-            positions = self.positions[..., :n]
-            later = positions > mx.take_along_axis(positions, self._free, axis=2)
+            positions = rows_of(held, place, len(over)).positions[..., :n]
+            gone = mx.minimum(slot[..., 0], n - 1)  # of a sequence below its budget it is not there yet
+            later = positions > mx.take_along_axis(positions, gone, axis=2)
             later = later & mx.array(over)[:, None, None]
             self.shifts[..., :n] = self.shifts[..., :n] - later.astype(mx.int32)
             self._shifted = True
@@ -646,7 +707,8 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             )
             if n > budget:
                 self._keep(index)
-            self.scores[..., : index.shape[2]] = scores
+            assert self._scores is not None
+            self._scores[..., : index.shape[2]] = scores
         else:
             rank = self._rank(keys, n)
             self._keep(keep_rows(rank, self.positions[..., :n], self._offsets[0], budget, p.n_sink, recent))
@@ -665,7 +727,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """Everything, rows in temporal order: keys, values, scores, positions, masses, shifts, and settings as JSON."""
         arrays = self._arrays()
         if self.keys is not None:
-            index = None if self._free is None else self._temporal()
+            index = None if self._slot is None else self._temporal()
             n = self._rows[0]
             arrays = tuple(None if a is None else a[:, :, :n] if index is None else _take(a, index) for a in arrays)
         known = type(self.policy) in (Policy, POLICIES.get(self.policy.name))
@@ -725,11 +787,14 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
 
     def _copy(self) -> KeyformerKVCache:
         """A cache that goes its own way from here; arrays are shared until one of the two writes."""
+        if self.undecided:
+            self.group.decide()
         other = copy.copy(self)
         other._set_arrays(None if a is None else a[...] for a in self._arrays())
         other._budgets, other._rows = list(self._budgets), list(self._rows)
         other._offsets, other._steps = list(self._offsets), list(self._steps)
         other._asked, other._read = [], None
+        other.group = LayerGroup(1)
         return other
 
     # -- several sequences --------------------------------------------------------------------------------------------
@@ -757,6 +822,11 @@ def _one_layer(asked: list[Asked], heads: int) -> Asked:
         return asked[0]
     queries, sinks = [a.queries for a in asked], [a.sinks for a in asked if a.sinks is not None]
     return replace(asked[0], queries=together(queries, 1), sinks=together(sinks, 0) if sinks else None)
+
+
+def _starting_scores(keys: mx.array) -> mx.array:
+    """0 for each row, -inf for one with a NaN or infinite component."""
+    return mx.where(mx.all(mx.isfinite(keys), axis=-1), 0.0, -mx.inf).astype(mx.float32)
 
 
 def _take(a: mx.array, index: mx.array) -> mx.array:

@@ -24,6 +24,7 @@ from .allocate import allocate as _allocate
 from .attention import PLACED_ELSEWHERE, REFUSED, REPLACEMENTS, shown
 from .batch import BatchKeyformerKVCache
 from .cache import KeyformerKVCache
+from .layers import group_layers
 from .policies import NO_QUERIES, Policy
 from .rope import Rope, read_ropes
 
@@ -102,6 +103,7 @@ def _planned(
             layer: KeyformerKVCache(policy, rows, layer, prefill, rope=rope, uneven=uneven, readers=readers[layer])
             for layer, rows, rope in zip(layers, budgets, ropes, strict=True)
         }
+        group_layers(list(new.values()))
         with _own_make_cache():
             return _with_caches(_default_cache(model), new)
 
@@ -424,6 +426,7 @@ def _telling_step(original: Any) -> Any:
                 tell(done, total)
 
         def run() -> Iterator[Any]:
+            group_layers(ours)  # loaded from a file, or taken out of a batch, they have lost each other
             for c in ours:
                 c.begin_prefill()
             try:
@@ -473,8 +476,10 @@ def _ending(original: Any) -> Any:
         self: Any, model: Module, uids: list[int], inputs: mx.array, prompt_cache: list[Any], *args: Any, **more: Any
     ) -> None:
         _refuse_plain(model, prompt_cache)
-        for c in _ours(prompt_cache):
+        ours = _ours(prompt_cache)
+        for c in ours:
             c.end_prefill()
+        group_layers(ours)
         original(self, model, uids, inputs, prompt_cache, *args, **more)
 
     return __init__

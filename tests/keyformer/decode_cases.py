@@ -14,7 +14,7 @@ import numpy as np
 import oracle
 
 from keyformer import H2O, Keyformer, KeyformerProxy, Policy, Random, Streaming, Tova, Window
-from keyformer.kernels.decode import Outcome, Step
+from keyformer.kernels.decode import Now, Read, Rows
 from keyformer.scores import Asked
 
 NEAR = 1e-6  # scores closer than this may change places
@@ -31,7 +31,7 @@ class Case:
     group: int = 2
     size: int = 24
     spare: int = 5  # capacity beyond the longest sequence
-    layer: int = 3
+    layers: tuple[int, ...] = (3,)
     dtype: mx.Dtype = mx.float32
     asked: mx.Dtype | None = None  # of queries and sinks, where it is not that of the keys
     recents: tuple[int, ...] = (6, 0)
@@ -42,10 +42,12 @@ class Case:
     scale: float | None = None
     width: float = 1.0  # of the queries
     bad: bool = False
+    broken: tuple[int, ...] = ()  # components of every new key that are NaN
     deaf: bool = False  # a query head with a NaN
     overflow: bool = False  # a logit that leaves float32
     tie: bool = False
     copied: bool = False  # keys as an array of their own, as turned ones are
+    below: int = 0  # of the sequences, how many at the end are below their budget, by one more each
     seed: int = 0
 
 
@@ -83,7 +85,7 @@ CASES: dict[str, Case] = {name: Case(policy, seed=i) for i, (name, policy) in en
     "one row, seen later": Case(POLICIES["proxy"], rows=(1, 2), seen=4, recents=(0, 0)),
     "one sequence": Case(_OF_QUERIES, rows=(51,), recents=(3,), heads=5, group=1, size=20),
     "one head": Case(_OF_QUERIES, rows=(7, 9, 1), recents=(0, 1, 0), heads=1, group=1, size=4, spare=0),
-    "fewer than 8 of everything": Case(POLICIES["h2o"], rows=(3,), recents=(0,), heads=1, group=1, size=4, spare=0),
+    "fewer than 8 of everything": Case(POLICIES["proxy"], rows=(3,), recents=(0,), heads=1, group=1, size=4, spare=0),
     "a simdgroup of rows": Case(_OF_QUERIES, rows=(32, 33), size=32, spare=0),
     "no room left": Case(POLICIES["h2o"], rows=(64, 64), spare=0),
     "sizes of 4 do not fill the lanes": Case(_OF_QUERIES, size=36),
@@ -112,6 +114,9 @@ CASES: dict[str, Case] = {name: Case(policy, seed=i) for i, (name, policy) in en
     "bad keys, proxy": Case(POLICIES["proxy"], bad=True, recents=(0, 0)),
     "bad keys, window": Case(POLICIES["window"], bad=True, recents=(0, 0)),
     "bad keys, last queries": Case(POLICIES["tova"], bad=True),
+    "all keys are bad": Case(POLICIES["h2o"], rows=(3, 4), bad=True, broken=(0,), recents=(0, 0)),
+    "a late NaN": Case(POLICIES["h2o"], broken=(23,), recents=(0, 0)),
+    "a late NaN, proxy": Case(POLICIES["proxy"], broken=(22,)),
     "a deaf query": Case(_OF_QUERIES, deaf=True, sinks=True),
     "overflow": Case(POLICIES["h2o"], overflow=True),
     "one recent row": Case(POLICIES["proxy, no noise"], recents=(1, 1)),
@@ -120,97 +125,134 @@ CASES: dict[str, Case] = {name: Case(policy, seed=i) for i, (name, policy) in en
     "ties, proxy": Case(POLICIES["proxy, no noise"], tie=True, rows=(130, 77)),
     "keys of their own": Case(_OF_QUERIES, copied=True),
     "keys of their own, proxy": Case(POLICIES["proxy"], copied=True),
-    "everything is protected in a row below budget": Case(POLICIES["h2o"], rows=(40, 2), recents=(3, 5)),
+    "everything is protected in a row below budget": Case(POLICIES["h2o"], rows=(40, 2), recents=(3, 5), below=1),
+    "below the budget": Case(POLICIES["proxy"], below=2),
+    "some below the budget": Case(POLICIES["h2o, window"], rows=(11, 37, 40), recents=(1, 2, 3), below=2),
+    "two layers": Case(_OF_QUERIES, layers=(4, 9), soft_cap=3.0),
+    "two layers of three sequences": Case(_OF_QUERIES, layers=(1, 2), rows=(9, 30, 21), recents=(1, 2, 3)),
+    "three layers": Case(POLICIES["h2o, window"], layers=(0, 1, 2), sinks=True, group=3),
+    "three layers, proxy": Case(POLICIES["proxy"], layers=(5, 2, 30), rows=(33, 70, 8), recents=(1, 0, 2), below=1),
+    "three layers, keys of their own": Case(POLICIES["proxy"], layers=(0, 1, 2), copied=True, bad=True, recents=(0, 0)),
+    "eight layers": Case(_OF_QUERIES, layers=tuple(range(8)), rows=(20,), recents=(3,), heads=2, size=8, sinks=True),
 }
 
 
 @dataclass(frozen=True)
 class Truth:
-    """In float64: scores, masses and ranks [B, Hkv, n], NaN where a sequence has no row; protected rows at +inf."""
+    """In float64: scores, masses and ranks [L*B, Hkv, n], NaN where a sequence has no row; protected ones at +inf."""
 
     scores: np.ndarray
     masses: np.ndarray | None
     ranks: np.ndarray
+    positions: np.ndarray  # int32
 
 
-def make(case: Case) -> tuple[Step, Asked | None]:
-    """What the cache would hand over. The same case makes the same numbers."""
+@dataclass(frozen=True)
+class Given:
+    """What the cache would hand over."""
+
+    reads: list[Read]
+    rows: Rows
+    now: Now
+
+
+def make(case: Case) -> Given:
+    """The same case makes the same numbers."""
     p, B, H, n = case.policy, len(case.rows), case.heads, max(case.rows)
-    capacity = n + case.spare
+    N, capacity = len(case.layers) * B, n + case.spare
     rng = np.random.default_rng(1000 + case.seed)
     huge = 6e4 if case.dtype == mx.float16 else 3e38
-    keys = rng.normal(size=(B, H, capacity, case.size)) * (0 if case.tie else 1)
-    scores = np.where(case.tie, 0.25, rng.random((B, H, capacity)))
-    masses = rng.random((B, H, capacity, p.window)) if p.window else None
+    keys = rng.normal(size=(N, H, capacity, case.size)) * (0 if case.tie else 1)
+    scores = np.where(case.tie, 0.25, rng.random((N, H, capacity)))
+    masses = rng.random((N, H, capacity, p.window)) if p.window else None
     if masses is not None and case.tie:
         masses[:] = 0.25
     offsets = [r + case.seen for r in case.rows]
-    positions = np.zeros((B, H, capacity), np.int32)
-    slot = np.zeros((B, H, 1), np.int32)
-    for b, h in np.ndindex(B, H):
-        rows = case.rows[b]
-        slot[b, h] = rng.integers(rows)
-        others = rng.permutation(offsets[b] - 1)[: rows - 1]
-        positions[b, h, :rows] = np.insert(others, slot[b, h, 0], offsets[b] - 1)
-        scores[b, h, slot[b, h, 0]] = 0.0
-        if masses is not None:
-            masses[b, h, slot[b, h, 0]] = 0.0
+    positions = np.zeros((N, H, capacity), np.int32)
+    slot = np.zeros((N, H, 1, 1), np.int32)
+    for i, h in np.ndindex(N, H):
+        rows, offset = case.rows[i % B], offsets[i % B]
+        new = slot[i, h, 0, 0] = rng.integers(rows)
+        others = rng.permutation(offset - 1)[: rows - 1]
+        positions[i, h, :rows] = np.insert(others, new, offset - 1)
         if case.bad:
             spoilt = rng.permutation(rows)[:2]
-            keys[b, h, spoilt, 1] = (math.nan, math.inf)
-            scores[b, h, spoilt] = -math.inf
+            keys[i, h, spoilt, 1] = (math.nan, math.inf)
+            scores[i, h, spoilt] = -math.inf
         if case.overflow and h == 0:
-            keys[b, h, rows // 2] = 2e38
-        keys[b, h, rows:] = huge
-        scores[b, h, rows:] = -1e30
-        positions[b, h, rows:] = 0
-        if masses is not None:
-            masses[b, h, rows:] = 1e30
-    asked = None
-    if p.attention == "query":
-        queries = rng.normal(size=(B, H * case.group, 1, case.size)) * case.width
-        if case.overflow:
-            queries = np.abs(queries) + 1
-        if case.deaf:
-            queries[:, 1, 0, case.size // 2] = math.nan
-        scale = case.size**-0.5 if case.scale is None else case.scale
-        sinks = (
-            mx.array(rng.normal(size=H * case.group) * case.sink_size, mx.float32).astype(case.dtype)
-            if case.sinks
-            else None
-        )
-        asked = Asked(mx.array(queries, mx.float32).astype(case.dtype), scale, None, sinks, case.soft_cap)
-    buffer = mx.array(keys.astype(np.float32)).astype(case.dtype)
-    return Step(
-        keys=mx.contiguous(buffer[:, :, :n]) if case.copied else buffer[:, :, :n],
-        buffer=None if case.copied else buffer,
-        scores=mx.array(scores.astype(np.float32)),
-        positions=mx.array(positions),
-        masses=None if masses is None else mx.array(masses.astype(np.float32)),
-        slot=mx.array(slot),
-        rows=list(case.rows),
-        offsets=offsets,
-        recents=list(case.recents),
-        taus=[p.tau_init + 0.15 * b for b in range(B)] if p.tau_init else [0.0] * B,
-        decide=True,
-    ), asked
+            keys[i, h, rows // 2] = 2e38
+        keys[i, h, new, list(case.broken)] = math.nan
+        keys[i, h, rows:] = huge
+        # what the slot had before the token is no longer so
+        for stale in (new, slice(rows, None)):
+            scores[i, h, stale] = -1e30
+            positions[i, h, stale] = 7
+            if masses is not None:
+                masses[i, h, stale] = 1e30
+    reads = []
+    buffers = mx.array(keys.astype(np.float32)).astype(case.dtype)
+    for i, layer in enumerate(case.layers):
+        buffer, at = buffers[i * B : i * B + B], mx.array(slot[i * B : i * B + B])
+        buffer = mx.contiguous(buffer)
+        asked = _ask(case, rng) if p.attention == "query" else None
+        key = mx.take_along_axis(buffer, at, axis=2)
+        first = buffer[:, :, :n]
+        if case.copied:
+            reads.append(Read(layer, mx.contiguous(first), None, key, asked))
+        else:
+            reads.append(Read(layer, first, buffer, key, asked))
+    return Given(
+        reads,
+        Rows(
+            mx.array(scores.astype(np.float32)),
+            mx.array(positions),
+            None if masses is None else mx.array(masses.astype(np.float32)),
+            mx.array(slot),
+        ),
+        Now(
+            rows=list(case.rows),
+            offsets=offsets,
+            recents=list(case.recents),
+            taus=[p.tau_init + 0.15 * b for b in range(B)] if p.tau_init else [0.0] * B,
+            budgets=[r - 1 if b < B - case.below else r + b - (B - case.below) for b, r in enumerate(case.rows)],
+        ),
+    )
 
 
-def truth(policy: Policy, layer: int, step: Step, asked: Asked | None) -> Truth:
+def _ask(case: Case, rng: np.random.Generator) -> Asked:
+    queries = rng.normal(size=(len(case.rows), case.heads * case.group, 1, case.size)) * case.width
+    if case.overflow:
+        queries = np.abs(queries) + 1
+    if case.deaf:
+        queries[:, 1, 0, case.size // 2] = math.nan
+    dtype = case.dtype if case.asked is None else case.asked
+    scale = case.size**-0.5 if case.scale is None else case.scale
+    sinks = None
+    if case.sinks:
+        sinks = mx.array(rng.normal(size=case.heads * case.group) * case.sink_size, mx.float32).astype(dtype)
+    return Asked(mx.array(queries, mx.float32).astype(dtype), scale, None, sinks, case.soft_cap)
+
+
+def truth(policy: Policy, given: Given) -> Truth:
     """The same step in float64."""
-    p = policy
-    B, H = step.scores.shape[:2]
-    n = max(step.rows)
-    keys = np.array(step.keys.astype(mx.float32), np.float64)
-    before = np.array(step.scores, np.float64)
-    positions = np.array(step.positions)
-    scores = np.full((B, H, n), math.nan)
-    ranks = np.full((B, H, n), math.nan)
-    masses = None if step.masses is None else np.full((B, H, n, p.window), math.nan)
-    for b, h in np.ndindex(B, H):
-        rows, offset, tau = step.rows[b], step.offsets[b], float(np.float32(step.taus[b]))
-        good = before[b, h, :rows] != -math.inf
-        at = positions[b, h, :rows]
+    p, now = policy, given.now
+    N, H = given.rows.scores.shape[:2]
+    n, B = max(now.rows), len(now.rows)
+    before = np.array(given.rows.scores, np.float64)
+    stored = np.array(given.rows.positions)
+    scores = np.full((N, H, n), math.nan)
+    ranks = np.full((N, H, n), math.nan)
+    masses = None if given.rows.masses is None else np.full((N, H, n, p.window), math.nan)
+    for i, h in np.ndindex(N, H):
+        read, b = given.reads[i // B], i % B
+        asked, layer = read.asked, read.layer
+        rows, offset, tau = now.rows[b], now.offsets[b], float(np.float32(now.taus[b]))
+        new = int(given.rows.slot[i, h, 0, 0])
+        keys = np.array(read.keys[b, h, :rows].astype(mx.float32), np.float64)
+        before[i, h, new] = 0.0 if np.isfinite(keys[new]).all() else -math.inf
+        stored[i, h, new] = offset - 1
+        good = before[i, h, :rows] != -math.inf
+        at = stored[i, h, :rows]
         mass = np.zeros(rows)
         if asked is not None:
             G = asked.queries.shape[1] // H
@@ -219,7 +261,7 @@ def truth(policy: Policy, layer: int, step: Step, asked: Asked | None) -> Truth:
                 q = np.array(asked.queries[b, head, 0].astype(mx.float32), np.float64)
                 if not np.isfinite(q).all() or not good.any():
                     continue
-                logits = keys[b, h, :rows][good] @ q * asked.scale
+                logits = keys[good] @ q * asked.scale
                 lost |= bool((np.abs(logits) > 3.4e38).any())
                 if asked.soft_cap is not None:
                     logits = asked.soft_cap * np.tanh(logits / asked.soft_cap)
@@ -239,21 +281,22 @@ def truth(policy: Policy, layer: int, step: Step, asked: Asked | None) -> Truth:
             if lost:
                 mass[:] = 0.0
         elif p.attention == "key":
-            new = int(step.slot[b, h, 0])
             others = good & (np.arange(rows) != new)
             if good[new] and others.any():
-                logits = keys[b, h, :rows][others] @ keys[b, h, new] / math.sqrt(keys.shape[3])
+                logits = keys[others] @ keys[new] / math.sqrt(keys.shape[1])
                 weights = np.exp(logits - logits.max())
                 mass[others] = weights / weights.sum()
             if offset == 1:
                 mass[new] = 1.0
         if masses is not None:
-            assert step.masses is not None
-            masses[b, h, :rows] = np.c_[np.array(step.masses[b, h, :rows, 1:], np.float64), mass]
-            after = np.where(good, masses[b, h, :rows].sum(axis=1), -math.inf)
+            assert given.rows.masses is not None
+            counted = np.array(given.rows.masses[i, h, :rows, 1:], np.float64)
+            counted[new] = 0.0
+            masses[i, h, :rows] = np.c_[counted, mass]
+            after = np.where(good, masses[i, h, :rows].sum(axis=1), -math.inf)
         else:
-            after = before[b, h, :rows] * (p.decay if p.decay < 1 else 1.0) + mass
-        scores[b, h, :rows] = after
+            after = before[i, h, :rows] * (p.decay if p.decay < 1 else 1.0) + mass
+        scores[i, h, :rows] = after
         rank = np.where(good, 0.0, -math.inf) if p.attention == "none" else after.copy()
         if p.normalize == "count":
             seen = np.maximum(offset - at, 1).astype(float)
@@ -263,35 +306,37 @@ def truth(policy: Policy, layer: int, step: Step, asked: Asked | None) -> Truth:
             rank = rank / seen
         if p.noise == "select":
             rank = rank + [tau * oracle.draw(p.distribution, p.seed, layer, h, int(j)) for j in at]
-        rank[(at < p.n_sink) | (at >= offset - step.recents[b])] = math.inf
-        ranks[b, h, :rows] = rank
-    return Truth(scores, masses, ranks)
+        rank[(at < p.n_sink) | (at >= offset - now.recents[b])] = math.inf
+        ranks[i, h, :rows] = rank
+    return Truth(scores, masses, ranks, stored[..., :n])
 
 
-def check(case: Case, step: Step, outcome: Outcome, true: Truth) -> int:
-    """Compare an outcome with the truth; returns how many rows were freed that another should have been, by a
-    difference of less than NEAR."""
+def check(case: Case, given: Given, after: Rows, true: Truth) -> int:
+    """Compare the rows after a step with the truth; returns how many slots were freed that another should have been, by
+    a difference of less than NEAR."""
     differing = 0
-    assert outcome.free is not None and outcome.free.shape == step.slot.shape
-    free, scores = np.array(outcome.free), np.array(outcome.scores)
-    positions = np.array(step.positions)
-    for b, h in np.ndindex(*free.shape[:2]):
-        rows = step.rows[b]
-        if case.policy.attention != "none":
-            np.testing.assert_allclose(scores[b, h, :rows], true.scores[b, h, :rows], rtol=EXACT, atol=EXACT)
+    assert after.slot.shape == given.rows.slot.shape
+    slot, scores, positions = np.array(after.slot), np.array(after.scores), np.array(after.positions)
+    for i, h in np.ndindex(*slot.shape[:2]):
+        rows, budget = given.now.rows[i % len(case.rows)], given.now.budgets[i % len(case.rows)]
+        np.testing.assert_array_equal(positions[i, h, :rows], true.positions[i, h, :rows])
+        np.testing.assert_allclose(scores[i, h, :rows], true.scores[i, h, :rows], rtol=EXACT, atol=EXACT)
         if true.masses is not None:
-            assert outcome.masses is not None
-            masses = np.array(outcome.masses[b, h, :rows])
-            np.testing.assert_allclose(masses, true.masses[b, h, :rows], rtol=EXACT, atol=EXACT)
-        rank = true.ranks[b, h, :rows]
-        chosen = int(free[b, h, 0])
+            assert after.masses is not None
+            masses = np.array(after.masses[i, h, :rows])
+            np.testing.assert_allclose(masses, true.masses[i, h, :rows], rtol=EXACT, atol=EXACT)
+        chosen = int(slot[i, h, 0, 0])
+        if rows <= budget:
+            assert chosen == rows, f"sequence {i}, head {h}: {chosen}, expected the slot behind {rows} rows"
+            continue
+        rank = true.ranks[i, h, :rows]
         assert 0 <= chosen < rows, f"slot {chosen} of {rows} rows"
         lowest = rank.min()
-        first = min(np.flatnonzero(rank == lowest), key=lambda j: positions[b, h, j])
+        first = min(np.flatnonzero(rank == lowest), key=lambda j: true.positions[i, h, j])
         if chosen != first:
             no_numbers = case.policy.attention == case.policy.noise == "none"
             exact = case.tie or no_numbers or not math.isfinite(lowest)
-            assert not exact, f"sequence {b}, head {h}: freed {chosen}, expected {first}, of equal ranks"
+            assert not exact, f"sequence {i}, head {h}: freed {chosen}, expected {first}, of equal ranks"
             assert rank[chosen] - lowest < NEAR * max(1.0, abs(lowest)), f"freed {chosen}, expected {first}"
             differing += 1
     return differing

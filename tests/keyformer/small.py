@@ -55,7 +55,7 @@ def kept(cache: KeyformerKVCache, b: int = 0) -> list[list[tuple[int, int]]]:
     rows = cache._rows[b]
     positions = np.array(cache.positions[b, :, :rows])
     over = rows > cache._budgets[b]
-    freed = np.array(cache._free[b]) if cache._free is not None and over else np.full((len(positions), 1), -1)
+    freed = np.array(cache._slot[b, ..., 0]) if cache._slot is not None and over else np.full((len(positions), 1), -1)
     return [sorted((int(p), i) for i, p in enumerate(r) if i != freed[h, 0]) for h, r in enumerate(positions)]
 
 

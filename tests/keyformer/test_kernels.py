@@ -14,16 +14,16 @@ from small import KINDS, Stream, a_policy, attend, kept_positions
 
 from keyformer import H2O, KeyDiff, KeyformerKVCache, Knorm, SnapKV, noise
 from keyformer.kernels import decode
-from keyformer.kernels.build import THREADS, backend, build
+from keyformer.kernels.build import THREADS, backend
 
 on_a_gpu = pytest.mark.skipif(backend() is None, reason="needs a GPU that MLX computes on")
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_array_operations_against_float64(case: Case) -> None:
-    step, asked = make(case)
-    outcome = decode.decode_ops(case.policy, case.layer, step, asked)
-    assert check(case, step, outcome, truth(case.policy, case.layer, step, asked)) == 0
+    given = make(case)
+    after = decode.decode_ops(case.policy, given.reads, given.rows, given.now)
+    assert check(case, given, after, truth(case.policy, given)) == 0
 
 
 @on_a_gpu
@@ -31,14 +31,14 @@ def test_array_operations_against_float64(case: Case) -> None:
 def test_the_kernel_against_float64(case: Case) -> None:
     back_end = backend()
     assert back_end is not None
-    step, asked = make(case)
-    assert decode.unsupported(case.policy, step, asked, THREADS[back_end]) is None
-    kernel = build(back_end, "keyformer_decode", decode.INPUTS, decode.OUTPUTS, decode.SOURCE, decode.HEADER)
-    true = truth(case.policy, case.layer, step, asked)
+    given = make(case)
+    step = given.reads, given.rows, given.now
+    assert decode.unsupported(case.policy, given.reads[0], given.now, THREADS[back_end]) is None
+    kernel = decode.decode_source(back_end, len(given.reads))
+    true = truth(case.policy, given)
     for threads in {64, THREADS[back_end]}:
-        outcome = decode.decode_kernel(kernel, threads, case.policy, case.layer, step, asked)
-        assert check(case, step, outcome, true) == 0
-    assert check(case, step, decode.decode_step(case.policy, case.layer, step, asked), true) == 0
+        assert check(case, given, decode.decode_kernel(kernel, threads, case.policy, *step), true) == 0
+    assert check(case, given, decode.decode_step(case.policy, *step), true) == 0
 
 
 @on_a_gpu
@@ -64,11 +64,11 @@ def test_no_kernel_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert backend() is None
         for name in ("keyformer", "h2o, window", "proxy", "random"):
             case = CASES[name]
-            step, asked = make(case)
-            one = decode.decode_step(case.policy, case.layer, step, asked)
-            two = decode.decode_ops(case.policy, case.layer, step, asked)
-            assert one.free is not None and two.free is not None
-            assert mx.array_equal(one.free, two.free) and mx.array_equal(one.scores, two.scores)
+            given = make(case)
+            step = given.reads, given.rows, given.now
+            one = decode.decode_step(case.policy, *step)
+            two = decode.decode_ops(case.policy, *step)
+            assert mx.array_equal(one.slot, two.slot) and mx.array_equal(one.scores, two.scores)
     monkeypatch.setenv("KEYFORMER_KERNELS", "0")
     assert backend() is None
     monkeypatch.setenv("KEYFORMER_KERNELS", "yes")
@@ -82,26 +82,26 @@ def test_a_kernel_that_does_not_do_its_work_is_not_used(
 ) -> None:
     """A GPU compiler that refuses the text, or gets it wrong: found on the first step, said once."""
     case = next(c for c in CASES.values() if c.policy.attention == "query")
-    step, asked = make(case)
-    expected = decode.decode_ops(case.policy, case.layer, step, asked)
+    given = make(case)
+    step = given.reads, given.rows, given.now
+    expected = decode.decode_ops(case.policy, *step)
     calls = []
 
     def compiled(**call: Any) -> list[mx.array]:
         calls.append(call)
         if fault == "refused":
             raise RuntimeError("[metal::Device] Unable to build metal library from source")
-        assert expected.free is not None
         scores = expected.scores + (1.0 if fault == "wrong scores" else 0.0)
-        return [scores, mx.zeros((1,)), expected.free + (1 if fault == "wrong rows" else 0)]
+        slot = expected.slot + (1 if fault == "wrong rows" else 0)
+        return [scores, expected.positions, mx.zeros((1,)), slot]
 
     monkeypatch.setattr(decode, "backend", lambda: "metal")
     monkeypatch.setattr(decode, "build", lambda *text: compiled)
     monkeypatch.setattr(decode, "_serves", {})
     for _ in range(2):
-        outcome = decode.decode_step(case.policy, case.layer, step, asked)
-        assert mx.array_equal(outcome.scores, expected.scores)
-        assert outcome.free is not None
-        assert mx.array_equal(outcome.free, expected.free)
+        after = decode.decode_step(case.policy, *step)
+        assert mx.array_equal(after.scores, expected.scores)
+        assert mx.array_equal(after.slot, expected.slot)
     assert len(calls) == 1
     (record,) = caplog.records
     assert "array operations do its work" in record.message
@@ -109,10 +109,12 @@ def test_a_kernel_that_does_not_do_its_work_is_not_used(
 
 def test_what_no_kernel_does_is_named() -> None:
     def reason(case: Case, threads: int = 64, **changes: Any) -> str | None:
-        step, asked = make(case)
-        if "mask" in changes and asked is not None:
-            asked = replace(asked, mask=changes["mask"])
-        return decode.unsupported(case.policy, step, asked, threads)
+        given = make(case)
+        read = given.reads[0]
+        if changes:
+            assert read.asked is not None
+            read = replace(read, asked=replace(read.asked, **changes))
+        return decode.unsupported(case.policy, read, given.now, threads)
 
     h2o = CASES["h2o"]
     assert reason(h2o) is None
@@ -125,42 +127,45 @@ def test_what_no_kernel_does_is_named() -> None:
     assert reason(replace(h2o, size=4096, rows=(3,), recents=(0,))) == "a head size of 4096"
     assert reason(replace(h2o, rows=(2049,), recents=(0,), size=4)) == "2049 rows"
     assert reason(replace(h2o, rows=(2048,), recents=(0,), size=4)) is None
-    step, asked = make(h2o)
-    assert asked is not None
-    wide = replace(step, keys=mx.repeat(step.keys, 2, axis=1), buffer=None)
-    assert decode.unsupported(h2o.policy, wide, asked, 64) == "keys of more heads than are stored"
-    odd = replace(step, keys=step.keys.astype(mx.int32), buffer=None)
-    assert decode.unsupported(h2o.policy, odd, asked, 64) == "keys of mlx.core.int32"
+    assert reason(h2o, queries=mx.zeros((1, 1, 1, 4))) == "fewer than 8 numbers in the queries"
+    given = make(h2o)
+    read = given.reads[0]
+    wide = replace(read, keys=mx.repeat(read.keys, 2, axis=1), buffer=None)
+    assert decode.unsupported(h2o.policy, wide, given.now, 64) == "keys of more heads than are stored"
+    odd = replace(read, keys=read.keys.astype(mx.int32), buffer=None)
+    assert decode.unsupported(h2o.policy, odd, given.now, 64) == "keys of mlx.core.int32"
 
 
 def test_what_no_kernel_does_is_done_in_array_operations() -> None:
     for policy in (Knorm(), KeyDiff(), SnapKV(recent=1), H2O(pooling=3)):
-        step, asked = make(replace(CASES["h2o"], policy=policy))
-        one, two = (f(policy, 0, step, asked) for f in (decode.decode_step, decode.decode_ops))
-        assert one.free is not None and two.free is not None and mx.array_equal(one.free, two.free)
+        given = make(replace(CASES["h2o"], policy=policy))
+        step = given.reads, given.rows, given.now
+        one, two = (f(policy, *step) for f in (decode.decode_step, decode.decode_ops))
+        assert mx.array_equal(one.slot, two.slot)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_nothing_is_decided_below_every_budget(policy: Any) -> None:
-    step, asked = make(Case(policy))
-    below = decode.decode_ops(policy, 0, replace(step, decide=False), asked)
-    full = decode.decode_ops(policy, 0, step, asked)
-    assert below.free is None and mx.array_equal(below.scores, full.scores)
+def test_a_budget_decides_where_the_next_row_goes_and_nothing_else(policy: Any) -> None:
+    given, below = make(Case(policy)), make(Case(policy, below=2))
+    full = decode.decode_ops(policy, given.reads, given.rows, given.now)
+    grows = decode.decode_ops(policy, below.reads, below.rows, below.now)
+    assert mx.array_equal(grows.scores, full.scores)
+    assert grows.slot.tolist() == [[[[rows]]] * 3 for rows in given.now.rows]
 
 
 def test_a_step_leaves_the_arrays_it_was_given_as_they_were() -> None:
     for name in ("h2o", "h2o, window", "proxy"):
-        step, asked = make(CASES[name])
-        before = np.array(step.scores)
-        mx.eval(decode.decode_ops(CASES[name].policy, 0, step, asked).scores)
-        assert (np.array(step.scores) == before).all()
+        given = make(CASES[name])
+        before = np.array(given.rows.scores)
+        mx.eval(decode.decode_ops(CASES[name].policy, given.reads, given.rows, given.now).scores)
+        assert (np.array(given.rows.scores) == before).all()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32, 2**64 - 1])
 def test_the_kernels_stream_is_that_of_the_noise(seed: int) -> None:
     """What a kernel is given of seed and layer leads to the hash that the text describes."""
     for layer, head in ((0, 0), (31, 7)):
-        word = int(decode._fixed(H2O(seed=seed), layer, 1.0, 1.0)[1].item()) & 0xFFFFFFFF
+        word = int(decode._fixed(H2O(seed=seed), (3, layer), 1.0, 1.0)[7].item()) & 0xFFFFFFFF
         assert word == noise.stream(seed, layer)
         assert oracle.mix((word + head * 0x85EBCA77) & 0xFFFFFFFF) == int(
             noise._stream(seed, layer, mx.array([head])).item()
@@ -170,14 +175,14 @@ def test_the_kernels_stream_is_that_of_the_noise(seed: int) -> None:
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_cache_hands_over_its_own_buffer(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No copy of the keys for a kernel, and yet the step sees the rows that attention read."""
-    from keyformer import cache as module
+    from keyformer import layers as module
     from keyformer.rope import Rope
 
     steps = []
 
-    def look(policy: Any, layer: int, step: decode.Step, asked: Any) -> decode.Outcome:
-        steps.append(step)
-        return decode.decode_step(policy, layer, step, asked)
+    def look(policy: Any, reads: Any, rows: Any, now: Any) -> decode.Rows:
+        steps.extend(reads)
+        return decode.decode_step(policy, reads, rows, now)
 
     monkeypatch.setattr(module, "decode_step", look)
     stream = Stream.random(6, 40, 4, 2, 16, 16)

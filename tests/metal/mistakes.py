@@ -105,8 +105,8 @@ MISTAKES: dict[str, Mistake] = {
         "scores_out[at] = x;", "((device float*)scores)[at] = x; scores_out[at] = x;", "wrote to an input"
     ),
     "a write beyond the output": _refused(
-        "if (lane == 0) free_out[row] = r_all;",
-        "if (lane == 0) { free_out[row] = r_all; free_out[row + 64] = 0; }",
+        "if (lane == 0) slot_out[row] =",
+        "if (lane == 0) slot_out[row + 64] = 0; if (lane == 0) slot_out[row] =",
         "beyond an output",
     ),
     "max of int and uint": _refused("max(offset - position, 1)", "max(offset - position, 1u)", "ambiguous"),
@@ -117,24 +117,65 @@ MISTAKES: dict[str, Mistake] = {
     "C++17": _refused("const int tid =", "struct P { int a, b; }; auto [p, q] = P{1, 2};\n  const int tid =", "C++14"),
     "no function of that name": _refused("tanh(l / cap)", "erf(l / cap)", "erf"),
     # rows
-    "an output is not written": _source("if (lane == 0) free_out[row] = r_all;", ""),
+    "an output is not written": _source("if (lane == 0) slot_out[row] = n <= budget ? n : r_all;", ""),
     "a tie goes to the higher position": _source("position < best_at", "position > best_at", "ties", "ties, window"),
     "a tie goes to the lowest slot": _source("best_at = position;", "best_at = j;", "ties", "ties, window"),
     "a tie between simdgroups": _source(
         "simd_min(l == l_all ? a : FAR)", "simd_min(l == l_all ? lane * 100 : FAR)", "ties, window"
     ),
-    "rows of another sequence": _source("n = now[batch * 4]", "n = now[0]", "proxy", "keyformer"),
-    "offset of another sequence": _source("offset = now[batch * 4 + 1]", "offset = now[1]", "keyformer"),
-    "recent rows of another sequence": _source("recent = now[batch * 4 + 2]", "recent = now[2]", "proxy, no noise"),
-    "temperature of another sequence": _source("now[batch * 4 + 3]", "now[3]", "keyformer"),
+    "rows of another sequence": _source("n = now[its]", "n = now[4]", "proxy", "keyformer"),
+    "offset of another sequence": _source("offset = now[its + 1]", "offset = now[5]", "keyformer"),
+    "recent rows of another sequence": _source("recent = now[its + 2]", "recent = now[6]", "proxy, no noise"),
+    "temperature of another sequence": _source("now[its + 3]", "now[7]", "keyformer"),
     "rows past the end compete": _source(
         "    if (j < n) {\n      const size_t at = at0",
         "    if (j < capacity) {\n      const size_t at = at0",
         "h2o, per query",
     ),
-    "rows past the end give mass": _source("if (j < n && scores[at0", "if (j < capacity && scores[at0", "h2o"),
+    "budget of another sequence": _source("budget = now[its + 4]", "budget = now[8]", "some below the budget"),
+    "rows past the end give mass": _source("j < n ? scores[at0", "j < capacity ? scores[at0", "h2o"),
+    "queries of the first layer": Mistake(
+        lambda s, h: (replaced(s, "= QUERIES_OF_LAYER", "= queries0"), h), cases=("two layers",)
+    ),
+    "keys of the first layer": _source("= KEYS_OF_LAYER", "= keys0", "three layers, proxy"),
+    "noise of the first layer": _source("fixed[6 + layer]", "fixed[6]", "two layers"),
+    "sinks of the first layer": _source("sinks[(layer * kv_heads + kv)", "sinks[(kv)", "three layers"),
+    "rows of a layer beside those of another": _source(
+        "key0 = size_t(of_layer)", "key0 = size_t(row)", "three layers, proxy"
+    ),
+    "layers and sequences in turn": _source(
+        "batch = row / kv_heads % sequences, layer = row / kv_heads / sequences",
+        "layer = row / kv_heads % 2, batch = row / kv_heads / 2",
+        "two layers of three sequences",
+    ),
+    # the new row
+    "the score of the row that went": _source("before = j == fresh ? start : scores", "before = scores", "h2o"),
+    "mass of the row that went": _source("j == fresh ? 0.0f : masses", "masses", "h2o, window"),
+    "position of the row that went": _source(
+        "const int position = j == fresh ? offset - 1 : positions[at];", "const int position = positions[at];", "h2o"
+    ),
+    "noise at the position of the row that went": _source(
+        "const int position = j == fresh ? offset - 1 : positions[at0",
+        "const int position = positions[at0",
+        "keyformer",
+    ),
+    "mass by the score of the row that went": _source(
+        "its_score = j == fresh ? start", "its_score = j == fresh ? 0.0f", "bad keys, last queries"
+    ),
+    "a new bad key is like any other": _source("? 0.0f : -INFINITY;\n\n", "? 0.0f : 0.0f;\n\n", "all keys are bad"),
+    "the last number of a new key is not looked at": _source(
+        "d < D; d += 32) broken", "d < D - 1; d += 32) broken", "a late NaN"
+    ),
+    "a new position that nobody writes": _source(
+        "positions_out[at] = position;", "if (j != fresh) positions_out[at] = position;", "h2o"
+    ),
+    "spare positions are lost": _source(
+        "positions_out[at] = positions[at];", "positions_out[at] = 0;", "below the budget"
+    ),
+    "a row is freed below the budget": _source("n <= budget ? n : r_all", "r_all", "below the budget"),
+    "none is freed at the budget": _source("n <= budget ? n : r_all", "n <= budget + 1 ? n : r_all", "proxy"),
     "spare rows are lost": _source("scores_out[at] = scores[at];", "scores_out[at] = 0.0f;"),
-    "the buffer's rows are not the scores'": _source("size_t(keys_shape[2])", "size_t(capacity)", "keys of their own"),
+    "the buffer's rows are not the scores'": _source("size_t(key_rows)", "size_t(capacity)", "keys of their own"),
     "the last row is forgotten": _source("if (first < n) {", "if (first < n - 1) {", "a simdgroup of rows"),
     "the wrong lane's row": _source("const int j = first + sub * RPS + part;", "const int j = first + lane;", "h2o"),
     "the query goes on past its head": _source(
@@ -157,8 +198,10 @@ MISTAKES: dict[str, Mistake] = {
     "always redrawn": _source("(head_stream[g], REDRAW", "(head_stream[g], true", "keyformer, frozen"),
     "temperature before the noise": _source("e[i][g] = l / divisor;", "e[i][g] = l;", "keyformer"),
     "temperature twice": _source("BY_QUERY && !AT_SELECTION ? tau", "BY_QUERY ? tau", "query, select"),
-    "sinks undivided": _source("[kv * GROUP + g0 + g])) / divisor", "[kv * GROUP + g0 + g]))", "sinks, temperature"),
-    "sinks of the first head": _source("sinks[kv * GROUP + g0 + g]", "sinks[g0 + g]", "sinks"),
+    "sinks undivided": _source("GROUP + g0 + g])) / divisor", "GROUP + g0 + g]))", "sinks, temperature"),
+    "sinks of the first head": _source(
+        "sinks[(layer * kv_heads + kv) * GROUP", "sinks[layer * kv_heads * GROUP", "sinks"
+    ),
     "a sink above all rows": _source("all = max(all, sink);", "", "a large sink"),
     "cap after noise": _source(
         "if (SOFT_CAP) l = cap * tanh(l / cap);", "if (SOFT_CAP) l = tanh(l / cap);", "soft cap"
@@ -166,7 +209,7 @@ MISTAKES: dict[str, Mistake] = {
     "the new key scores itself": _source("&& !(BY_KEY && j == fresh)", "", "proxy"),
     "the new key starts at 1 always": _source("j == fresh && offset == 1", "j == fresh", "proxy"),
     "the first row of all starts at 0": _source("j == fresh && offset == 1", "false", "one row of all"),
-    "a bad key takes mass": _source("scores[at0 + size_t(j)] != -INFINITY", "true", "bad keys", "bad keys, proxy"),
+    "a bad key takes mass": _source("its_score != -INFINITY", "j < n", "bad keys", "bad keys, proxy"),
     "a deaf query deafens its group": _source("asks[g] ? dots[g][0] : 0.0f", "dots[g][0]", "a deaf query"),
     "a deaf query counts": _source("asks[g] && total", "total", "a deaf query"),
     "overflow is not noticed": _source("if (!(total < INFINITY)) dead = true;", "", "overflow"),

@@ -22,10 +22,11 @@ source = {
     ),
     "reads beyond the rows": lambda s: replaced(s, "size_t(j < n ? j : n - 1)", "size_t(j)"),
 }[mistake](decode.SOURCE)
-kernel = MetalKernel("keyformer_decode", decode.INPUTS, decode.OUTPUTS, source, decode.HEADER, sanitizer=sanitizer)
 for name in ("keyformer", "h2o, window", "no room left" if mistake == "" else "one sequence"):
     case = CASES[name]
-    step, asked = make(case)
-    outcome = decode.decode_kernel(kernel, 128, case.policy, case.layer, step, asked)
-    assert outcome.free is not None and np.array(outcome.free).min() >= 0
+    given, L = make(case), len(case.layers)
+    text = source, decode.header(L)
+    kernel = MetalKernel("keyformer_decode", decode.inputs(L), decode.OUTPUTS, *text, sanitizer=sanitizer)
+    after = decode.decode_kernel(kernel, 128, case.policy, given.reads, given.rows, given.now)
+    assert np.array(after.slot).min() >= 0
 print("ran")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,73 +20,93 @@ from mistakes import MISTAKES
 
 from keyformer.kernels import decode
 from keyformer.kernels.build import MOST_BYTES, THREADS
+from keyformer.kernels.decode import MOST_LAYERS
 
 pytestmark = pytest.mark.metal
 
 HERE = Path(__file__).resolve().parent
 
 
-def new_kernel(source: str = decode.SOURCE, header: str = decode.HEADER) -> MetalKernel:
-    return MetalKernel("keyformer_decode", decode.INPUTS, decode.OUTPUTS, source, header)
+class Emulated:
+    """The decode kernel for any number of layers."""
+
+    def __init__(self, source: str = decode.SOURCE, header: str = decode.HEADER) -> None:
+        self._text = source, header
+        self._kernels: dict[int, MetalKernel] = {}
+
+    def of(self, layers: int, schedule: int = FORWARD) -> MetalKernel:
+        if layers not in self._kernels:
+            source, header = self._text
+            self._kernels[layers] = MetalKernel(
+                "keyformer_decode", decode.inputs(layers), decode.OUTPUTS, source, decode.header(layers, header)
+            )
+        self._kernels[layers].schedule = schedule
+        return self._kernels[layers]
 
 
 @pytest.fixture(scope="module")
-def kernel() -> MetalKernel:
-    return new_kernel()
+def kernel() -> Emulated:
+    return Emulated()
 
 
-def run(kernel: MetalKernel, case: Case, threads: int, schedule: int = FORWARD) -> int:
-    step, asked = make(case)
-    assert decode.unsupported(case.policy, step, asked, threads) is None
-    kernel.schedule = schedule
-    outcome = decode.decode_kernel(kernel, threads, case.policy, case.layer, step, asked)
-    capacity = np.array(outcome.scores)[0, :, max(step.rows) :]
-    assert (capacity == np.array(step.scores)[0, :, max(step.rows) :]).all()  # copied, whatever they hold
-    return check(case, step, outcome, truth(case.policy, case.layer, step, asked))
+def run(kernel: Emulated, case: Case, threads: int, schedule: int = FORWARD) -> int:
+    given = make(case)
+    assert decode.unsupported(case.policy, given.reads[0], given.now, threads) is None
+    of_layers = kernel.of(len(case.layers), schedule)
+    after = decode.decode_kernel(of_layers, threads, case.policy, given.reads, given.rows, given.now)
+    n = max(case.rows)
+    for got, before in ((after.scores, given.rows.scores), (after.positions, given.rows.positions)):
+        assert (np.array(got)[0, :, n:] == np.array(before)[0, :, n:]).all()  # copied, whatever they hold
+    return check(case, given, after, truth(case.policy, given))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_case_in_every_order(kernel: MetalKernel, case: Case) -> None:
+def test_every_case_in_every_order(kernel: Emulated, case: Case) -> None:
     assert sum(run(kernel, case, 64, schedule) for schedule in (FORWARD, BACKWARD, 2, 3)) == 0
 
 
 @pytest.mark.parametrize("threads", [32, 96, *sorted(THREADS.values())])
-def test_any_number_of_threads(kernel: MetalKernel, threads: int) -> None:
+def test_any_number_of_threads(kernel: Emulated, threads: int) -> None:
     for name in ("several rows a thread", "ties, window"):
         assert run(kernel, CASES[name], threads) == 0
-    assert kernel.threadgroup_bytes <= MOST_BYTES
+    assert kernel.of(1).threadgroup_bytes <= MOST_BYTES
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_threadgroup_memory_is_what_the_dispatcher_counts(kernel: MetalKernel, case: Case) -> None:
-    step, asked = make(case)
-    decode.decode_kernel(kernel, 64, case.policy, case.layer, step, asked)
-    group = 1 if asked is None else case.group
-    tiles = decode._tiles(64, max(case.rows), group, case.size)
-    counted = decode._threadgroup_bytes(tiles, 64)
+def test_threadgroup_memory_is_what_the_dispatcher_counts(kernel: Emulated, case: Case) -> None:
+    given, of_layers = make(case), kernel.of(len(case.layers))
+    decode.decode_kernel(of_layers, 64, case.policy, given.reads, given.rows, given.now)
+    group = case.group if case.policy.attention == "query" else 1
+    counted = decode._threadgroup_bytes(decode._tiles(64, max(case.rows), group, case.size), 64)
     if case.policy.attention == "none":  # nothing is summed: the compiler drops those variables
-        assert kernel.threadgroup_bytes < counted
+        assert of_layers.threadgroup_bytes < counted
     else:
-        assert kernel.threadgroup_bytes == counted
+        assert of_layers.threadgroup_bytes == counted
 
 
-def test_the_same_step_gives_the_same_bits_in_every_order(kernel: MetalKernel) -> None:
+def test_the_same_step_gives_the_same_bits_in_every_order(kernel: Emulated) -> None:
     case = CASES["keyformer"]
-    step, asked = make(case)
+    given = make(case)
     bits = set()
     for schedule in range(6):
-        kernel.schedule = schedule
-        outcome = decode.decode_kernel(kernel, 128, case.policy, case.layer, step, asked)
-        assert outcome.free is not None
-        bits.add((np.array(outcome.scores).tobytes(), np.array(outcome.free).tobytes()))
+        of_layers = kernel.of(1, schedule)
+        after = decode.decode_kernel(of_layers, 128, case.policy, given.reads, given.rows, given.now)
+        bits.add((np.array(after.scores).tobytes(), np.array(after.slot).tobytes()))
     assert len(bits) == 1
+
+
+def test_metal_has_buffers_for_as_many_layers_as_go_together(kernel: Emulated) -> None:
+    case = replace(CASES["eight layers"], layers=tuple(range(MOST_LAYERS["metal"])))
+    assert run(kernel, case, 32) == 0
+    with pytest.raises(MetalError, match="buffers, Metal has 31"):
+        run(kernel, replace(case, layers=tuple(range(MOST_LAYERS["metal"] + 3))), 32)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_caught(name: str) -> None:
     """The tests above are able to fail: each mistake is, by a compiler, by the runtime or by a wrong number."""
     mistake = MISTAKES[name]
-    kernel = new_kernel(*mistake.plant(decode.SOURCE, decode.HEADER))
+    kernel = Emulated(*mistake.plant(decode.SOURCE, decode.HEADER))
     with pytest.raises(mistake.caught_by) as caught:
         for schedule in (FORWARD, BACKWARD, 2, 3):
             for case in mistake.cases:

@@ -1,0 +1,205 @@
+"""Layers that decide together do what each would have done alone, whoever asks whatever in between."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from small import KINDS, a_policy, kept_positions
+from tiny_models import build
+
+import keyformer
+from keyformer import H2O, KeyformerKVCache, Policy, attached, make_prompt_cache
+from keyformer.layers import LayerGroup, group_layers
+
+PROMPT, STEPS, BUDGET = 40, 12, 20
+
+
+def ours(caches: list[Any]) -> list[KeyformerKVCache]:
+    return [c for c in caches if isinstance(c, KeyformerKVCache)]
+
+
+def token(at: int, batch: int = 1) -> mx.array:
+    return mx.array([[(at * 7 + b) % 90] for b in range(batch)])
+
+
+def prompt(model: Any, policy: Policy, most: int, budget: int = BUDGET, **options: Any) -> list[Any]:
+    caches = make_prompt_cache(model, policy, budget, **options)
+    group_layers(ours(caches), most)
+    for c in ours(caches):
+        c.begin_prefill()
+    with attached(model):
+        mx.eval(model(mx.arange(PROMPT)[None] % 90, cache=caches))
+    for c in ours(caches):
+        c.end_prefill()
+    return caches
+
+
+def decode(model: Any, caches: list[Any], steps: int, first: int = 0) -> list[mx.array]:
+    logits = []
+    with attached(model):
+        for at in range(first, first + steps):
+            logits.append(model(token(at), cache=caches))
+            mx.eval(logits[-1])
+    return logits
+
+
+def same(one: list[Any], two: list[Any]) -> None:
+    for a, b in zip(ours(one), ours(two), strict=True):
+        assert kept_positions(a) == kept_positions(b)
+        assert mx.array_equal(a.ranks(), b.ranks())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "full"])
+@pytest.mark.parametrize("most", [2, 3, 7])
+def test_groups_decide_as_layers_alone_do(kind: str, most: int) -> None:
+    model = build("llama", num_hidden_layers=5)
+    runs = []
+    for size in (1, most):
+        caches = prompt(model, a_policy(kind, n_sink=1, recent=2, seed=3), size)
+        runs.append((decode(model, caches, STEPS), caches))
+    for a, b in zip(runs[0][0], runs[1][0], strict=True):
+        assert mx.array_equal(a, b)
+    same(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("layers, most, sizes", [(30, 8, [7, 8, 7, 8]), (32, 8, [8] * 4), (3, 8, [3]), (3, 1, [1] * 3)])
+def test_groups_are_as_even_as_they_can_be(layers: int, most: int, sizes: list[int]) -> None:
+    caches = [KeyformerKVCache(H2O(), 20, layer) for layer in range(layers)]
+    group_layers(caches, most)
+    groups: list[LayerGroup] = []
+    for c in caches:
+        if c.group not in groups:
+            groups.append(c.group)
+    assert [g.size for g in groups] == [sum(c.group is g for c in caches) for g in groups] == sizes
+
+
+def test_nobody_waits_on_a_cpu() -> None:
+    with mx.stream(mx.cpu):
+        caches = make_prompt_cache(build("llama", num_hidden_layers=3), H2O(), BUDGET)
+    assert [c.group.size for c in caches] == [1, 1, 1]
+
+
+def test_any_question_in_the_middle_of_a_token_is_answered() -> None:
+    """The first of two layers has attended, the second has not: what waits is decided when somebody asks."""
+    model = build("llama", num_hidden_layers=2)
+    questions = {
+        "kept": lambda c: c.kept(),
+        "ranks": lambda c: c.ranks(),
+        "scores": lambda c: c.scores,
+        "positions": lambda c: c.positions,
+        "nbytes": lambda c: c.nbytes,
+        "state": lambda c: c.state[:4],
+        "copy": lambda c: copy.deepcopy(c).state[:4],
+        "merge": lambda c: KeyformerKVCache.merge([c]).state[0][:4],
+    }
+    for name, question in questions.items():
+        alone, grouped = prompt(model, H2O(), 1), prompt(model, H2O(), 2)
+        for caches in (alone, grouped):
+            decode(model, caches, 3)
+            with attached(model):
+                hidden = model.model.embed_tokens(token(3))
+                mx.eval(model.model.layers[0](hidden, None, caches[0]))
+        assert grouped[0].undecided and not alone[0].undecided
+        answers = []
+        for caches in (alone, grouped):
+            answer = question(caches[0])
+            assert not caches[0].undecided or name == "copy"
+            answers.append(answer)
+        flat = [a if isinstance(a, (list, tuple)) else [a] for a in answers]
+        for a, b in zip(*flat, strict=True):
+            assert a == b if not isinstance(a, mx.array) else mx.array_equal(a, b), name
+
+
+def test_a_layer_that_comes_again_before_the_others_is_decided_first() -> None:
+    model = build("llama", num_hidden_layers=2)
+    alone, grouped = prompt(model, H2O(), 1), prompt(model, H2O(), 2)
+    for caches in (alone, grouped):
+        with attached(model):
+            for at in range(4):
+                mx.eval(model.model.layers[0](model.model.embed_tokens(token(at)), None, caches[0]))
+    assert grouped[0].undecided
+    assert kept_positions(grouped[0]) == kept_positions(alone[0])
+    assert not grouped[0].undecided
+
+
+def test_layers_of_different_budgets_share_a_group() -> None:
+    model = build("llama", num_hidden_layers=4)
+    alone, grouped = (prompt(model, H2O(), most, allocate=[1.0, 1.0, 2.0, 2.0]) for most in (1, 4))
+    for a, b in zip(decode(model, alone, STEPS), decode(model, grouped, STEPS), strict=True):
+        assert mx.array_equal(a, b)
+    same(alone, grouped)
+
+
+def test_a_group_lives_through_growth_and_more_prompt() -> None:
+    """Below the budget, across a step of allocation, at the budget, then a second prompt and more decoding."""
+    model = build("llama", num_hidden_layers=3)
+    runs = [prompt(model, H2O(), most, budget=265) for most in (1, 3)]
+    for caches in runs:
+        decode(model, caches, 240)
+        for c in ours(caches):
+            c.begin_prefill()
+        with attached(model):
+            mx.eval(model(mx.arange(9)[None], cache=caches))
+        for c in ours(caches):
+            c.end_prefill()
+        decode(model, caches, 4)
+    same(*runs)
+    assert runs[0][0].offset == 40 + 240 + 9 + 4
+
+
+def test_a_batch_takes_its_group_along() -> None:
+    """Merged, decoded, filtered, extended, and taken apart."""
+    model = build("llama", num_hidden_layers=3)
+    runs = []
+    for most in (1, 3):
+        batch = [KeyformerKVCache.merge([a, b]) for a, b in zip(*(prompt(model, H2O(), 1) for _ in "ab"), strict=True)]
+        more = [KeyformerKVCache.merge([c]) for c in prompt(model, H2O(), 1)]
+        group_layers(batch, most)
+        with attached(model):
+            for at in range(5):
+                mx.eval(model(token(at, 2), cache=batch))
+            for c in batch:
+                c.filter([1])
+            mx.eval(model(token(5), cache=batch))
+            for c, other in zip(batch, more, strict=True):
+                c.extend(other)
+            for at in range(6, 9):
+                mx.eval(model(token(at, 2), cache=batch))
+        assert batch[0].group.size == most
+        runs.append([c.extract(i) for c in batch for i in (0, 1)])
+    same(*runs)
+
+
+def test_caches_that_were_saved_find_each_other_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keyformer.layers.backend", lambda: "metal")
+    model = build("llama", num_hidden_layers=3)
+    caches = prompt(model, H2O(), 3)
+    save_prompt_cache(str(tmp_path / "c.safetensors"), caches)
+    loaded = load_prompt_cache(str(tmp_path / "c.safetensors"))
+    assert [c.group.size for c in loaded] == [1, 1, 1]
+    with attached(model):
+        from mlx_lm.generate import generate_step
+
+        for _ in zip(generate_step(mx.array([1, 2, 3]), model, prompt_cache=loaded), range(3), strict=False):
+            pass
+    assert {id(c.group) for c in loaded} == {id(loaded[0].group)} and loaded[0].group.size == 3
+
+
+def test_a_group_leaves_nothing_behind_that_holds_memory() -> None:
+    """A cache dropped in the middle of a token takes its part of the group with it."""
+    model = build("llama", num_hidden_layers=2)
+    caches = prompt(model, H2O(), 2)
+    with attached(model):
+        mx.eval(model.model.layers[0](model.model.embed_tokens(token(0)), None, caches[0]))
+    group = caches[0].group
+    assert group._waiting
+    decode(model, caches, 1)
+    assert not group._waiting
+    assert np.array(caches[0].kept()).shape == (caches[0].keys.shape[1], BUDGET)
+    assert keyformer.cache_counts(caches) == {"KeyformerKVCache": 2}
