@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -119,7 +120,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
     def offset(self) -> mx.array:
         """[B] int32, what RoPE needs of each sequence; left padding counts down to it."""
         at = self._offsets if self.rope is None else self.sizes()
-        return mx.array([o - p for o, p in zip(at, self._left, strict=True)], mx.int32)
+        return _numbers(*(o - p for o, p in zip(at, self._left, strict=True)))
 
     def size(self) -> int:
         """Rows stored by the longest sequence."""
@@ -286,7 +287,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
         carries = isinstance(mask, mx.array) and mask.dtype != mx.bool_
         if self._parts is None:
             # which rows a sequence has is known here; only logits that a mask carries are news
-            return super()._score(keys, asked if carries else replace(asked, mask=None))
+            return super()._score(keys, asked if carries or mask is None else replace(asked, mask=None))
         self._unseen = 0
         pending = []
         for b, (left, real, rows) in enumerate(self._call):
@@ -350,6 +351,12 @@ class BatchKeyformerKVCache(KeyformerKVCache):
     @state.setter
     def state(self, v: Any) -> None:
         BatchKeyformerKVCache.__init__(self, [KeyformerKVCache.from_state(s) for s in v])
+
+
+@lru_cache(maxsize=64)
+def _numbers(*numbers: int) -> mx.array:
+    """[B] int32, one array for all layers: each would have to find its way to a GPU."""
+    return mx.array(numbers, mx.int32)
 
 
 def _decode_mask(rows: list[int]) -> mx.array | None:

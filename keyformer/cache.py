@@ -650,11 +650,20 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         recents = [self.policy.recent_rows(m) for m in self._budgets]
         return Now(self._rows, self._offsets, recents, self._taus(), self._budgets, self.score_bytes)
 
-    def _alike(self) -> tuple[Any, ...]:
-        """Equal in layers whose sequences have the same history."""
-        scores = self._scores if self._held is None else self._held.scores
-        assert scores is not None
-        return scores.shape[1:], self._rows, self._offsets, self._steps, self._budgets, self.score_bytes
+    def _goes_with(self, other: KeyformerKVCache) -> bool:
+        """Whether another layer has the same policy, and its sequences the same history."""
+        mine = self._scores if self._held is None else self._held.scores
+        theirs = other._scores if other._held is None else other._held.scores
+        assert mine is not None and theirs is not None
+        return (
+            (mine is theirs or mine.shape[1:] == theirs.shape[1:])
+            and (self.policy is other.policy or self.policy == other.policy)
+            and self._rows == other._rows
+            and self._offsets == other._offsets
+            and self._steps == other._steps
+            and self._budgets == other._budgets
+            and self.score_bytes == other.score_bytes
+        )
 
     def _undecided_rows(self) -> Rows:
         """Scores, positions and masses as before the token that is being decided on, whose row is in the slot."""

@@ -8,7 +8,7 @@ what it knows at any time: whatever waits is decided first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -39,26 +39,25 @@ class LayerGroup:
     def decide(self) -> list[mx.array]:
         """Score the rows of the layers that wait, and choose where their next rows go; returns the new arrays."""
         waiting, self._waiting = self._waiting, []
-        kinds = [_kind(*layer) for layer in waiting]
         made: list[mx.array] = []
         first = 0
         for last in range(1, len(waiting) + 1):
-            if last == len(waiting) or kinds[last] != kinds[first]:
+            if last == len(waiting) or not _alike(*waiting[first], *waiting[last]):
                 made += _decide(waiting[first:last])
                 first = last
         return made
 
 
-def _kind(cache: KeyformerKVCache, read: Read) -> tuple[Any, ...]:
-    """What is equal in layers that one `decode_step` serves."""
-    asked = read.asked
-    shown: tuple[Any, ...] = ()
-    if asked is not None:
-        sinks = None if asked.sinks is None else asked.sinks.dtype
-        mask = id(asked.mask) if isinstance(asked.mask, mx.array) else None
-        shown = asked.queries.shape, asked.queries.dtype, asked.scale, asked.soft_cap, sinks, mask
-    buffer = None if read.buffer is None else read.buffer.shape
-    return cache.policy, cache._alike(), read.keys.shape, read.keys.dtype, buffer, shown
+def _alike(one: KeyformerKVCache, read: Read, other: KeyformerKVCache, its_read: Read) -> bool:
+    """Whether one `decode_step` serves both layers."""
+    if (read.buffer is None) != (its_read.buffer is None) or (read.asked is None) != (its_read.asked is None):
+        return False
+    if read.buffer is not None and its_read.buffer is not None and read.buffer.shape != its_read.buffer.shape:
+        return False
+    if read.asked is not None and its_read.asked is not None and not read.asked.alike(its_read.asked):
+        return False
+    keys, its_keys = read.keys, its_read.keys
+    return keys.shape == its_keys.shape and keys.dtype == its_keys.dtype and one._goes_with(other)
 
 
 def _decide(alike: Sequence[tuple[KeyformerKVCache, Read]]) -> list[mx.array]:

@@ -21,6 +21,18 @@ class Asked:
     sinks: mx.array | None  # [Hq]
     soft_cap: float | None
 
+    def alike(self, other: "Asked") -> bool:
+        """Whether another layer's call differs in numbers only."""
+        if self.sinks is not None and other.sinks is not None and self.sinks.dtype != other.sinks.dtype:
+            return False
+        return (
+            self.queries.shape == other.queries.shape
+            and self.queries.dtype == other.queries.dtype
+            and (self.sinks is None) == (other.sinks is None)
+            and (self.scale, self.soft_cap) == (other.scale, other.soft_cap)
+            and (self.mask is other.mask or (isinstance(self.mask, str) and self.mask == other.mask))
+        )
+
 
 @dataclass(frozen=True)
 class LogitNoise:

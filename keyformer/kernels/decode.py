@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -34,8 +34,7 @@ _NOISE = {"none": 0, "select": 1, "logit": 2}
 _DISTRIBUTION = {"gumbel": 0, "gaussian": 1, "constant": 2}
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """What one layer's attention has just read, the decoded token's row among it.
 
     Attributes:
@@ -302,6 +301,7 @@ def _threadgroup_bytes(tiles: _Tiles, threads: int) -> int:
     return tiles.heads * tiles.vectors * 16 + threads // 32 * (2 * tiles.heads + 3) * 4
 
 
+@lru_cache
 def decode_source(back_end: str, layers: int) -> Kernel:
     """The kernel for so many layers."""
     return build(back_end, "keyformer_decode", inputs(layers), OUTPUTS, SOURCE, header(layers))

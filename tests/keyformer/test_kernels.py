@@ -96,7 +96,7 @@ def test_a_kernel_that_does_not_do_its_work_is_not_used(
         return [scores, expected.positions, mx.zeros((1,)), slot]
 
     monkeypatch.setattr(decode, "backend", lambda: "metal")
-    monkeypatch.setattr(decode, "build", lambda *text: compiled)
+    monkeypatch.setattr(decode, "decode_source", lambda *of: compiled)
     monkeypatch.setattr(decode, "_serves", {})
     for _ in range(2):
         after = decode.decode_step(case.policy, *step)
@@ -113,7 +113,7 @@ def test_what_no_kernel_does_is_named() -> None:
         read = given.reads[0]
         if changes:
             assert read.asked is not None
-            read = replace(read, asked=replace(read.asked, **changes))
+            read = read._replace(asked=replace(read.asked, **changes))
         return decode.unsupported(case.policy, read, given.now, threads)
 
     h2o = CASES["h2o"]
@@ -130,9 +130,9 @@ def test_what_no_kernel_does_is_named() -> None:
     assert reason(h2o, queries=mx.zeros((1, 1, 1, 4))) == "fewer than 8 numbers in the queries"
     given = make(h2o)
     read = given.reads[0]
-    wide = replace(read, keys=mx.repeat(read.keys, 2, axis=1), buffer=None)
+    wide = read._replace(keys=mx.repeat(read.keys, 2, axis=1), buffer=None)
     assert decode.unsupported(h2o.policy, wide, given.now, 64) == "keys of more heads than are stored"
-    odd = replace(read, keys=read.keys.astype(mx.int32), buffer=None)
+    odd = read._replace(keys=read.keys.astype(mx.int32), buffer=None)
     assert decode.unsupported(h2o.policy, odd, given.now, 64) == "keys of mlx.core.int32"
 
 
