@@ -76,6 +76,9 @@ class BatchKeyformerKVCache(KeyformerKVCache):
         """The sequences, each in a cache of its own."""
         return self._parts if self._parts is not None else [self._single(b) for b in range(len(self._rows))]
 
+    def sequences(self) -> Sequence[KeyformerKVCache]:
+        return self._parts or ()
+
     def _single(self, b: int) -> KeyformerKVCache:
         """Sequence b out of the array of rows."""
         budget, n = self._budgets[b], self._rows[b]
@@ -102,6 +105,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
     def _stack(self, keys: mx.array, values: mx.array) -> None:
         """One array of rows, for decoding; new keys and values give the shapes where no sequence has a row yet."""
         assert self._parts is not None
+        self._settle()
         parts, capacity = self._parts, self._capacity(max(self._rows) + 1)
         self._set_arrays(
             None
@@ -113,6 +117,13 @@ class BatchKeyformerKVCache(KeyformerKVCache):
             behind = (mx.full((1, keys.shape[1], 1, 1), p._rows[0], mx.int32) for p in parts)
             self._slot = mx.concatenate([b if p._slot is None else p._slot for p, b in zip(parts, behind, strict=True)])
         self._parts = None
+
+    def _settle(self) -> None:
+        super()._settle()
+        if self._parts is not None and any(p.undecided for p in self._parts):
+            for p in self._parts:
+                p._settle()
+            self._count()
 
     # -- what mlx-lm reads
 
@@ -253,8 +264,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._check_call(keys, values)
         S = keys.shape[2]
-        if self.undecided:
-            self.group.decide()
+        self._settle()
         if S:
             self._enter(S)
         if not self._in_prompt and S:

@@ -20,9 +20,9 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from . import noise
-from .eviction import keep_rows, walk
+from .eviction import keep_rows
 from .kernels.decode import Now, Read, Rows, entered, rows_of
-from .layers import LayerGroup
+from .layers import LayerGroup, Walk
 from .policies import NO_QUERIES, POLICIES, Policy, make_policy
 from .ranking import rank_rows
 from .rope import Rope
@@ -108,7 +108,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         self._steps = [0]  # decoded tokens, what the temperature counts
         self._slot: mx.array | None = None  # [B, Hkv, 1, 1] int32, where the next decoded row goes
         self.group = LayerGroup(1)  # the layers whose decoded tokens are scored together
-        self.undecided = False  # a decoded token's rows wait for the other layers of the group
+        self.undecided = False  # this call's rows wait for those of the other layers of the group
         self._held: Rows | None = None  # scores, positions and masses of the whole group, while decoding
         self._place = 0  # this layer's first sequence there
         self._in_prompt = True
@@ -162,8 +162,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
 
     def _own_rows(self) -> Rows | None:
         """Of a decoded token on, what is known of the rows; None in a prompt."""
-        if self.undecided:
-            self.group.decide()
+        self._settle()
         if self._slot is None:
             return None
         rows = self._undecided_rows()
@@ -172,19 +171,31 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             rows = entered(rows, self._new, self._offsets)
         return rows
 
+    def _settle(self) -> None:
+        """What waits for other layers waits no longer."""
+        if self.undecided:
+            self.group.decide()
+
     def size(self) -> int:
         """Rows stored per KV head."""
         return self._stored(0)
 
     def slots(self) -> list[int]:
         """Rows of memory in use by each sequence, per KV head, a freed one included: what attention reads."""
+        self._settle()
         return list(self._rows)
+
+    def sequences(self) -> Sequence[KeyformerKVCache]:
+        """Of a batch in its prompt, the cache of each sequence; none of any other."""
+        return ()
 
     def sizes(self) -> list[int]:
         """Rows stored by each sequence."""
         return [self._stored(b) for b in range(len(self._rows))]
 
     def _stored(self, b: int) -> int:
+        if self.undecided and self._slot is None:  # a prompt's rows; which of a token's rows goes is another matter
+            self._settle()
         return min(self._rows[b], self._budgets[b]) if self._slot is not None else self._rows[b]
 
     def empty(self) -> bool:
@@ -193,12 +204,14 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
     @property
     def nbytes(self) -> int:
         """Bytes allocated, bookkeeping included."""
+        self._settle()
         computed = not self.policy.evicts
         arrays = (self.keys, self.values, *(() if computed else self._arrays()[2:]), self._slot)
         return sum(a.nbytes for a in arrays if a is not None)
 
     def _arrays(self) -> tuple[mx.array | None, ...]:
         """Everything stored per row; rows are axis 2 of each."""
+        self._settle()
         return self.keys, self.values, self.scores, self.positions, self.masses, self.shifts
 
     def _set_arrays(self, arrays: Iterable[mx.array | None]) -> None:
@@ -277,8 +290,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """Forget the last n tokens, only while nothing was scored or evicted; returns how many were forgotten."""
         if not self.is_trimmable():
             return 0
-        if self.undecided:
-            self.group.decide()
+        self._settle()
         n = min(self._offsets[0], n)
         self._offsets[0] -= n
         self._rows[0] -= n
@@ -293,6 +305,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
 
     def begin_prefill(self) -> None:
         """Say that `end_prefill()` will be called, so that one-token chunks before it still belong to the prompt."""
+        self._settle()
         if not self._in_prompt:
             self._open_prompt()
         self._announced = True
@@ -310,8 +323,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """
         self._check_call(keys, values)
         S = keys.shape[2]
-        if self.undecided:
-            self.group.decide()
+        self._settle()
         if S == 0:
             return (keys, values) if self.keys is None else self._fetched()
         if S > 1 and not self._in_prompt:
@@ -441,12 +453,12 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """The prompt has ended: select the rows to keep. Calls that follow decode. Calling it again does nothing."""
         if not self._in_prompt:
             return
+        self._settle()
         if self.keys is not None:
             self._select()  # still part of the prompt: the temperature is that of step 0
         self._read = None
         self._in_prompt = False
         self._announced = False
-        self._prior = self._rows[0]
 
     def set_prompt(
         self, keys: mx.array, values: mx.array, scores: mx.array | None = None, masses: mx.array | None = None
@@ -581,10 +593,8 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         if asked is not None:
             self._touched = True
             self._add_query_mass(keys, asked)
-        if self.prefill == "chunked":
-            self._select()
-            self._prior = self._rows[0]
-        return [a for a in (self._scores, self._positions, self._masses, self.shifts) if a is not None]
+        made = self._select() if self.prefill == "chunked" else []
+        return made + [a for a in (self._scores, self._positions, self._masses, self.shifts) if a is not None]
 
     def _stored_mask(self, n: int) -> mx.array:
         """[B, 1, n] boolean: slots in use."""
@@ -688,39 +698,45 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             self.shifts[..., :n] = self.shifts[..., :n] - later.astype(mx.int32)
             self._shifted = True
 
-    def _select(self) -> None:
-        """In or after the prompt: one selection down to the budget (with "key" attention, the walk over new rows)."""
+    def _select(self) -> list[mx.array]:
+        """In or after the prompt: one selection down to the budget (with "key" attention, the walk over new rows, with
+        the other layers of the group); returns what it made."""
         n, budget = self._rows[0], self._budgets[0]
         p = self.policy
         if not p.evicts or (n <= budget and p.attention != "key") or (p.attention == "key" and n == self._prior):
-            return
-        assert self.scores is not None and self.positions is not None
+            return []
         self._touched = True
-        recent = p.recent_rows(budget)
-        keys = self._turned(n)
         if p.attention == "key":
-            first = self._offsets[0] - (n - self._prior)  # tokens inserted before the first new row
-            frozen = None
-            if p.noise == "select":
-                heads = mx.arange(keys.shape[1])[:, None]
-                frozen = noise.draw(p.distribution, p.seed, self.layer, heads, self.positions[..., :n])
-            index, scores = walk(
-                keys[..., : self._prior, :],
-                keys[..., self._prior :, :],
-                self.scores[..., :n],
-                budget,
-                p.n_sink,
-                recent,
-                frozen,
-                [noise.temperature(t, p.tau_init, p.tau_end, p.anneal_steps) for t in range(first, self._offsets[0])],
-            )
-            if n > budget:
-                self._keep(index)
-            assert self._scores is not None
-            self._scores[..., : index.shape[2]] = scores
-        else:
-            rank = self._rank(keys, n)
-            self._keep(keep_rows(rank, self.positions[..., :n], self._offsets[0], budget, p.n_sink, recent))
+            return self.group.add_prompt(self)
+        assert self._positions is not None
+        rank = self._rank(self._turned(n), n)
+        self._keep(keep_rows(rank, self._positions[..., :n], self._offsets[0], budget, p.n_sink, p.recent_rows(budget)))
+        self._prior = self._rows[0]
+        return []
+
+    def _to_walk(self) -> Walk:
+        """The new rows of a prompt, each of which is to score the rows before it."""
+        assert self._scores is not None and self._positions is not None
+        p, n, budget = self.policy, self._rows[0], self._budgets[0]
+        keys = self._turned(n)
+        frozen = None
+        if p.noise == "select":
+            heads = mx.arange(keys.shape[1])[:, None]
+            frozen = noise.draw(p.distribution, p.seed, self.layer, heads, self._positions[..., :n])
+        first = self._offsets[0] - (n - self._prior)  # tokens inserted before the first new row
+        taus = [noise.temperature(t, p.tau_init, p.tau_end, p.anneal_steps) for t in range(first, self._offsets[0])]
+        limits = budget, p.n_sink, p.recent_rows(budget)
+        return Walk(keys, self._prior, self._scores[..., :n], frozen, limits, taus, self.score_bytes)
+
+    def _walked(self, index: mx.array, scores: mx.array) -> list[mx.array]:
+        """Keep the rows `index` [1, Hkv, m], whose scores are these; returns what that made."""
+        self.undecided = False
+        if self._rows[0] > self._budgets[0]:
+            self._keep(index)
+        assert self._scores is not None
+        self._scores[..., : index.shape[2]] = scores
+        self._prior = self._rows[0]
+        return [a for a in (self._scores, self._positions, self.shifts) if a is not None]
 
     def _keep(self, index: mx.array) -> None:
         """Down to the rows `index` [1, Hkv, m], in temporal order, and numbered anew."""
@@ -796,8 +812,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
 
     def _copy(self) -> KeyformerKVCache:
         """A cache that goes its own way from here; arrays are shared until one of the two writes."""
-        if self.undecided:
-            self.group.decide()
+        self._settle()
         other = copy.copy(self)
         other._set_arrays(None if a is None else a[...] for a in self._arrays())
         other._budgets, other._rows = list(self._budgets), list(self._rows)

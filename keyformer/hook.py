@@ -461,6 +461,7 @@ def _beginning(original: Any) -> Any:
         ours = _ours(self.prompt_cache) if tokens else []
         for c in ours:
             c.begin_prefill()
+        group_layers(ours)
         try:
             original(self, tokens)
         except BaseException:

@@ -1,17 +1,19 @@
-"""Layers of a model in groups: what follows a decoded token is done for all layers of a group at once.
+"""Layers of a model in groups: what follows attention is done for all layers of a group at once.
 
-Nothing needs the evictions of one token before the next token, so they can wait until the last layer of a group has
-attended; on a GPU one dispatch then serves them all, in the time that one layer would take. Any cache may be asked for
-what it knows at any time: whatever waits is decided first.
+Nothing needs the evictions of one token before the next token, nor those of a prompt's chunk before the next chunk, so
+they can wait until the last layer of a group has attended; on a GPU one dispatch then serves them all, in the time that
+one layer would take. Any cache may be asked for what it knows at any time: whatever waits is decided first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import mlx.core as mx
 
+from .eviction import walk
 from .kernels.build import backend
 from .kernels.decode import MOST_LAYERS, Read, decode_step, join
 
@@ -19,12 +21,45 @@ if TYPE_CHECKING:
     from .cache import KeyformerKVCache
 
 
+@dataclass(frozen=True)
+class Walk:
+    """New rows of a layer's prompt, each key of which is to score the rows before it, one after another.
+
+    Attributes:
+        keys: [1, Hkv, prior + S, D]; the first `prior` have been through this.
+        scores: [1, Hkv, prior + S] float32.
+        frozen: [1, Hkv, prior + S] float32, noise of each row, or None.
+        limits: budget, first and last rows that are protected.
+        temperatures: tau at each of the S decisions.
+        tile_bytes: bound on float32 logits at once.
+    """
+
+    keys: mx.array
+    prior: int
+    scores: mx.array
+    frozen: mx.array | None
+    limits: tuple[int, int, int]
+    temperatures: list[float]
+    tile_bytes: int
+
+    def alike(self, other: Walk) -> bool:
+        """Whether both can go in one batch."""
+        return (
+            self.keys.shape == other.keys.shape
+            and self.keys.dtype == other.keys.dtype
+            and (self.prior, self.limits) == (other.prior, other.limits)
+            and self.temperatures == other.temperatures
+            and (self.frozen is None) == (other.frozen is None)
+        )
+
+
 class LayerGroup:
     """Caches of several layers that decide together, once the last of `size` has come."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._waiting: list[tuple[KeyformerKVCache, Read]] = []
+        self._tokens: list[tuple[KeyformerKVCache, Read]] = []
+        self._prompts: list[KeyformerKVCache] = []
 
     def add(self, cache: KeyformerKVCache, read: Read) -> list[mx.array]:
         """Take in what one layer's attention has read of a decoded token.
@@ -32,20 +67,65 @@ class LayerGroup:
         Returns:
             What should be evaluated with the attention's output, so that no graph grows from token to token.
         """
-        self._waiting.append((cache, read))
+        self._tokens.append((cache, read))
+        return self._added(cache)
+
+    def add_prompt(self, cache: KeyformerKVCache) -> list[mx.array]:
+        """Take in a layer whose new prompt rows are to be walked over; returns the same as `add`."""
+        self._prompts.append(cache)
+        return self._added(cache)
+
+    def _added(self, cache: KeyformerKVCache) -> list[mx.array]:
         cache.undecided = True
-        return self.decide() if len(self._waiting) >= self.size else []
+        return self.decide() if len(self._tokens) + len(self._prompts) >= self.size else []
 
     def decide(self) -> list[mx.array]:
-        """Score the rows of the layers that wait, and choose where their next rows go; returns the new arrays."""
-        waiting, self._waiting = self._waiting, []
+        """Score the rows of the layers that wait, and evict, or choose where their next rows go; returns what is
+        new."""
+        tokens, self._tokens = self._tokens, []
+        prompts, self._prompts = self._prompts, []
         made: list[mx.array] = []
-        first = 0
-        for last in range(1, len(waiting) + 1):
-            if last == len(waiting) or not _alike(*waiting[first], *waiting[last]):
-                made += _decide(waiting[first:last])
-                first = last
+        for alike in _runs(tokens, lambda one, other: _alike(*one, *other)):
+            made += _decide(alike)
+        walks = [(cache, cache._to_walk()) for cache in prompts]
+        for together in _runs(walks, lambda one, other: one[1].alike(other[1])):
+            made += _walk(together)
         return made
+
+
+T = TypeVar("T")
+
+
+def _runs(items: list[T], alike: Callable[[T, T], bool]) -> Iterator[list[T]]:
+    """The items in order, those together that are like the first of them."""
+    first = 0
+    for last in range(1, len(items) + 1):
+        if last == len(items) or not alike(items[first], items[last]):
+            yield items[first:last]
+            first = last
+
+
+def _walk(alike: Sequence[tuple[KeyformerKVCache, Walk]]) -> list[mx.array]:
+    walks = [w for _, w in alike]
+    first, m = walks[0], walks[0].prior
+    keys, scores = _together([w.keys for w in walks]), _together([w.scores for w in walks])
+    frozen = [w.frozen for w in walks if w.frozen is not None]
+    index, kept = walk(
+        keys[:, :, :m],
+        keys[:, :, m:],
+        scores,
+        *first.limits,
+        _together(frozen) if frozen else None,
+        first.temperatures,
+    )
+    made = []
+    for i, (cache, _) in enumerate(alike):
+        made += cache._walked(index[i : i + 1], kept[i : i + 1])
+    return made
+
+
+def _together(arrays: list[mx.array]) -> mx.array:
+    return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
 
 
 def _alike(one: KeyformerKVCache, read: Read, other: KeyformerKVCache, its_read: Read) -> bool:
@@ -77,13 +157,13 @@ def _decide(alike: Sequence[tuple[KeyformerKVCache, Read]]) -> list[mx.array]:
 
 def group_layers(caches: Sequence[KeyformerKVCache], most: int | None = None) -> None:
     """Put the layers of one model into groups of `most`, or as many as suit where MLX computes: one on a CPU, which
-    gains nothing from more, 8 on an Apple GPU, 32 with CUDA."""
+    gains nothing from more, 8 on an Apple GPU, 32 with CUDA. In a batch's prompt each sequence's are grouped too."""
     most = MOST_LAYERS.get(backend() or "", 1) if most is None else most
     count = -(-len(caches) // most) if caches else 0
     for i in range(count):
-        part = caches[i * len(caches) // count : (i + 1) * len(caches) // count]
-        group = LayerGroup(len(part))
-        for cache in part:
-            if cache.undecided:
-                cache.group.decide()
-            cache.group = group
+        layers = caches[i * len(caches) // count : (i + 1) * len(caches) // count]
+        for each in (layers, *zip(*(c.sequences() for c in layers), strict=False)):
+            group = LayerGroup(len(layers))
+            for cache in each:
+                cache._settle()
+                cache.group = group

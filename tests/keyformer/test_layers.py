@@ -14,7 +14,7 @@ from small import KINDS, a_policy, kept_positions
 from tiny_models import build
 
 import keyformer
-from keyformer import H2O, KeyformerKVCache, Policy, attached, make_prompt_cache
+from keyformer import H2O, KeyformerKVCache, KeyformerProxy, Policy, attached, make_prompt_cache
 from keyformer.layers import LayerGroup, group_layers
 
 PROMPT, STEPS, BUDGET = 40, 12, 20
@@ -66,6 +66,86 @@ def test_groups_decide_as_layers_alone_do(kind: str, most: int) -> None:
     for a, b in zip(runs[0][0], runs[1][0], strict=True):
         assert mx.array_equal(a, b)
     same(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("kind", ["keyformer_proxy", "proxy without noise"])
+@pytest.mark.parametrize("prefill", ["full", "chunked"])
+@pytest.mark.parametrize("positions", ["original", "contiguous"])
+def test_groups_walk_over_a_prompt_as_layers_alone_do(kind: str, prefill: str, positions: str) -> None:
+    model = build("llama", num_hidden_layers=4)
+    policy = a_policy(kind, n_sink=1, recent=2, seed=3)
+    runs = []
+    for most in (1, 3):
+        caches = make_prompt_cache(model, policy, BUDGET, prefill, positions=positions)
+        group_layers(caches, most)
+        logits = []
+        with attached(model):
+            for c in caches:
+                c.begin_prefill()
+            for chunk in (7, 30, 1, 12):
+                logits.append(model(mx.arange(chunk)[None], cache=caches))
+                assert not any(c.undecided for c in caches) or most == 1
+                assert len({c.size() for c in caches}) == 1
+            for c in caches:
+                c.end_prefill()
+        logits += decode(model, caches, STEPS)
+        runs.append((logits, caches))
+    for a, b in zip(runs[0][0], runs[1][0], strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), atol=1e-5)
+    assert [kept_positions(c) for c in runs[0][1]] == [kept_positions(c) for c in runs[1][1]]
+    assert runs[1][1][0].size() == BUDGET
+
+
+def test_a_prompts_rows_that_wait_are_walked_over_when_somebody_asks() -> None:
+    """The first of two layers has attended, the second has not."""
+    model = build("llama", num_hidden_layers=2)
+    questions = {
+        "size": lambda c: c.size(),
+        "slots": lambda c: c.slots(),
+        "kept": lambda c: c.kept().tolist(),
+        "state": lambda c: c.state[3].tolist(),
+        "mask": lambda c: c.make_mask(3, return_array=True).tolist(),
+        "copy": lambda c: copy.deepcopy(c).size(),
+        "merge": lambda c: KeyformerKVCache.merge([c]).sizes(),
+        "nbytes": lambda c: c.nbytes,
+    }
+    for name, question in questions.items():
+        answers = []
+        for most in (1, 2):
+            caches = make_prompt_cache(model, KeyformerProxy(seed=1), BUDGET, "chunked")
+            group_layers(caches, most)
+            caches[0].begin_prefill()
+            hidden = model.model.embed_tokens(mx.arange(40)[None])
+            mx.eval(model.model.layers[0](hidden, "causal", caches[0]))
+            assert caches[0].undecided == (most == 2)
+            answers.append(question(caches[0]))
+        assert answers[0] == answers[1], name
+
+
+def test_the_sequences_of_a_batch_walk_layer_by_layer_of_their_own() -> None:
+    """Prompts of different lengths in one batch, evicted after every chunk, then decoded."""
+    model = build("llama", num_hidden_layers=3)
+    runs = []
+    for most in (1, 2):
+        rows = [make_prompt_cache(model, KeyformerProxy(seed=1), BUDGET, "chunked") for _ in "ab"]
+        batch = [KeyformerKVCache.merge(list(layer)) for layer in zip(*rows, strict=True)]
+        for c in batch:
+            c.begin_prefill()
+        group_layers(batch, most)
+        assert {p.group.size for c in batch for p in c.sequences()} == ({1} if most == 1 else {1, 2})
+        with attached(model):
+            for c in batch:
+                c.prepare(lengths=[40, 25], right_padding=[0, 15])
+            for chunk in range(2):
+                mx.eval(model(mx.arange(20 * chunk, 20 * chunk + 20)[None] + mx.array([[0], [30]]), cache=batch))
+            for c in batch:
+                c.finalize()
+                c.end_prefill()
+            for at in range(4):
+                mx.eval(model(token(at, 2), cache=batch))
+        assert batch[0].sizes() == [BUDGET, BUDGET] and batch[0].slots() == [BUDGET + 1] * 2
+        runs.append([c.extract(i) for c in batch for i in (0, 1)])
+    assert [kept_positions(c) for c in runs[0]] == [kept_positions(c) for c in runs[1]]
 
 
 @pytest.mark.parametrize("layers, most, sizes", [(30, 8, [7, 8, 7, 8]), (32, 8, [8] * 4), (3, 8, [3]), (3, 1, [1] * 3)])
@@ -198,8 +278,8 @@ def test_a_group_leaves_nothing_behind_that_holds_memory() -> None:
     with attached(model):
         mx.eval(model.model.layers[0](model.model.embed_tokens(token(0)), None, caches[0]))
     group = caches[0].group
-    assert group._waiting
+    assert group._tokens
     decode(model, caches, 1)
-    assert not group._waiting
+    assert not group._tokens
     assert np.array(caches[0].kept()).shape == (caches[0].keys.shape[1], BUDGET)
     assert keyformer.cache_counts(caches) == {"KeyformerKVCache": 2}
