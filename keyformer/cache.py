@@ -116,6 +116,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         self._prior = 0  # rows stored before the open prompt
         self._new: mx.array | None = None  # keys of this call's rows
         self._unseen = 0  # new rows whose attention nobody has shown us yet
+        self._last_asked: tuple[Asked, int, int] | None = None  # in a prompt: the last queries, rows and tokens then
         self._asked: list[Asked] = []  # by the layers that have read this call's rows, while more will
         self._read: tuple[mx.array, mx.array] | None = None  # what this call returned, where eviction would change it
         self._whole: weakref.ref[mx.array] | None = None  # keys last fetched, where they are the first of `keys`
@@ -172,7 +173,8 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         return rows
 
     def _settle(self) -> None:
-        """What waits for other layers waits no longer."""
+        """What waits, for other layers or for the end of the prompt, waits no longer."""
+        self._ask_now()
         if self.undecided:
             self.group.decide()
 
@@ -213,6 +215,10 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """Everything stored per row; rows are axis 2 of each."""
         self._settle()
         return self.keys, self.values, self.scores, self.positions, self.masses, self.shifts
+
+    def _prompt_arrays(self) -> tuple[mx.array | None, ...]:
+        """`_arrays` in a prompt, as they are, whatever waits."""
+        return self.keys, self.values, self._scores, self._positions, self._masses, self.shifts
 
     def _set_arrays(self, arrays: Iterable[mx.array | None]) -> None:
         self.keys, self.values, scores, positions, masses, self.shifts = arrays
@@ -323,7 +329,10 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """
         self._check_call(keys, values)
         S = keys.shape[2]
-        self._settle()
+        if self.policy.window > S or not self._in_prompt:
+            self._ask_now()
+        if self.undecided:
+            self.group.decide()
         if S == 0:
             return (keys, values) if self.keys is None else self._fetched()
         if S > 1 and not self._in_prompt:
@@ -520,7 +529,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         room = [None if a is None else mx.zeros((*a.shape[:2], more, *a.shape[3:]), a.dtype) for a in new]
         self._set_arrays(
             r if o is None or r is None else mx.concatenate([o, r], axis=2)
-            for o, r in zip(self._arrays(), room, strict=True)
+            for o, r in zip(self._prompt_arrays() if self._slot is None else self._arrays(), room, strict=True)
         )
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
@@ -528,8 +537,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         S, first = keys.shape[2], self._rows[0]
         new = self._new_rows(keys, values)
         self._reserve(new, first + S)
-        stored = self.keys, self.values, self._scores, self._positions, self._masses, self.shifts
-        for a, rows in zip(stored, new, strict=True):
+        for a, rows in zip(self._prompt_arrays(), new, strict=True):
             if a is not None and rows is not None:
                 a[:, :, first : first + S] = rows
         self._rows[0] += S
@@ -590,9 +598,13 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             return []
         if not self._in_prompt:
             return self._decide(keys, asked)
+        self._touched = self._touched or asked is not None
+        if asked is not None and self._can_ask_later(keys, asked):
+            queries = mx.contiguous(asked.queries[:, :, -self.policy.window :])
+            self._last_asked = replace(asked, queries=queries), self._rows[0], self._offsets[0]
+            return [queries, *(a for a in (self._scores, self._positions, self.shifts) if a is not None)]
         if asked is not None:
-            self._touched = True
-            self._add_query_mass(keys, asked)
+            self._add_query_mass(keys, asked, self._offsets)
         made = self._select() if self.prefill == "chunked" else []
         return made + [a for a in (self._scores, self._positions, self._masses, self.shifts) if a is not None]
 
@@ -614,7 +626,25 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             steps = [o - 1 for o in self._offsets]
         return [float(noise.temperature(s, p.tau_init, p.tau_end, p.anneal_steps)) for s in steps]
 
-    def _add_query_mass(self, keys: mx.array, asked: Asked) -> None:
+    def _can_ask_later(self, keys: mx.array, asked: Asked) -> bool:
+        """Only the prompt's last queries count, and these may be them: whether it is enough to know when it ends."""
+        return (
+            0 < self.policy.window <= asked.queries.shape[2]
+            and self.prefill == "full"
+            and not isinstance(asked.mask, mx.array)
+            and (self.rope is None or not self._shifted)
+            and self.keys is not None
+            and keys.shape[:3] == (*self.keys.shape[:2], self._rows[0])
+        )
+
+    def _ask_now(self) -> None:
+        """The last queries that were kept for later score the rows they attended to."""
+        if self._last_asked is not None:
+            (asked, n, offset), self._last_asked = self._last_asked, None
+            assert self.keys is not None
+            self._add_query_mass(self.keys[..., :n, :], asked, [offset])
+
+    def _add_query_mass(self, keys: mx.array, asked: Asked, offsets: list[int]) -> None:
         """A prompt call's queries score the rows they attended to."""
         assert self._scores is not None and self._positions is not None
         self._scores, self._masses = add_query_mass(
@@ -624,8 +654,8 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             self._scores,
             self._positions,
             self._masses,
-            self._stored_mask(max(self._rows)),
-            self._offsets,
+            self._stored_mask(keys.shape[2]),
+            offsets,
             self._tau(),
             asked,
             self.score_bytes,

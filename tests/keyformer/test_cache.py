@@ -32,6 +32,7 @@ from small import (
 
 from keyformer import (
     H2O,
+    POLICIES,
     BatchKeyformerKVCache,
     Full,
     Keyformer,
@@ -754,3 +755,36 @@ def test_a_batch_without_sequences() -> None:
     batch.filter([])
     assert batch.size() == 0
     assert batch.nbytes == 0
+
+
+@pytest.mark.parametrize("name, window", [("tova", 1), ("snapkv", 32)])
+def test_of_a_prompt_whose_last_queries_count_only_those_are_scored(
+    name: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunk after chunk, the queries before are dropped unscored; a last chunk shorter than the window is added."""
+    from keyformer import cache as module
+
+    calls = []
+    original = module.add_query_mass
+
+    def look(*arguments: Any) -> Any:
+        calls.append(arguments[9].queries.shape[2])
+        return original(*arguments)
+
+    monkeypatch.setattr(module, "add_query_mass", look)
+    policy = POLICIES[name]()
+    assert policy.window == window
+    stream = Stream.random(3, 300, 4, 2, 8, 8)
+    whole = KeyformerKVCache(policy, 100)
+    for cache, chunks in ((whole, (300,)), (KeyformerKVCache(policy, 100), (90, 110, 80, 20))):
+        cache.begin_prefill()
+        at = 0
+        for chunk in chunks:
+            attend(cache, *stream.part(at, at + chunk), stream.scale)
+            at += chunk
+        assert not calls or window > chunks[-1]  # nothing yet
+        cache.end_prefill()
+        assert calls == ([window] if chunks == (300,) or window <= 20 else [32, 20])
+        calls.clear()
+        assert kept_positions(cache) == kept_positions(whole)
+        np.testing.assert_allclose(kept_scores(cache), kept_scores(whole), atol=1e-6)
