@@ -1,0 +1,170 @@
+"""The self-test where there is nothing to test, and how it judges; tests/metal runs its checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from keyformer import selftest
+from keyformer.kernels import decode
+from keyformer.kernels.build import backend
+from keyformer.kernels.cases import CASES, QUICK, SIZES, make
+from keyformer.kernels.measure import copy_bandwidth, seconds_each
+
+on_a_cpu = pytest.mark.skipif(mx.default_device().type == mx.DeviceType.gpu, reason="MLX computes on a GPU here")
+
+
+@on_a_cpu
+def test_a_cpu_cannot_test_kernels(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "keyformer.selftest", "--json", str(report)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("keyformer.selftest: expected a GPU that MLX computes on, got Device(cpu, 0) on ")
+    assert f"mlx {mx.__version__}" in done.stderr and "A CPU cannot test kernels." in done.stderr
+    assert "pip install 'mlx[cuda13]'" in done.stderr and len(done.stderr.splitlines()) == 1
+    content = json.loads(report.read_text())
+    assert content["back_end"] is None and content["result"] in done.stderr
+    assert content["about"]["versions"]["mlx"] == mx.__version__
+
+
+def test_kernels_that_are_switched_off_are_not_tested() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "keyformer.selftest"],
+        env=os.environ | {"KEYFORMER_KERNELS": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "got KEYFORMER_KERNELS=0" in done.stderr and "unset it" in done.stderr
+
+
+def test_options_that_are_wrong_are_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert selftest.main(["--fast"]) == 2
+    assert capsys.readouterr().err == "keyformer.selftest: unrecognized arguments: --fast\n"
+
+
+def test_the_quick_cases_exist() -> None:
+    assert set(QUICK) <= set(CASES | SIZES)
+
+
+def compared(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> selftest.Compared:
+    """A case whose kernel is the definition, changed."""
+    case = (CASES | SIZES)[name]
+
+    def kernel(*_: Any) -> decode.Outcome:
+        step, asked = make(case)
+        outcome = decode.decode_ops(case.policy, case.layer, step, asked)
+        return change(outcome, step)
+
+    monkeypatch.setattr(decode, "decode_kernel", kernel)
+    monkeypatch.setattr(selftest, "build", lambda *text: None)
+    return selftest.compare_decode("metal", case)
+
+
+def moved(outcome: decode.Outcome, slot: int, by: float) -> decode.Outcome:
+    scores = np.array(outcome.scores)
+    scores[1, 2, slot] += by
+    return replace(outcome, scores=mx.array(scores))
+
+
+@pytest.mark.parametrize("name", CASES | SIZES)
+def test_the_definition_agrees_with_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    same = compared(monkeypatch, name, lambda outcome, step: outcome)
+    assert (same.worst, same.differing, same.near, same.wrong) == (0.0, 0, 0, "")
+    assert same.rows == len((CASES | SIZES)[name].rows) * (CASES | SIZES)[name].heads
+
+
+def test_the_first_wrong_row_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = CASES["h2o"].seed
+    one = compared(monkeypatch, "h2o", lambda outcome, step: moved(outcome, 5, 0.5))
+    assert one.wrong.startswith(f"seed {seed}, sequence 1, KV head 2, slot 5: score ") and one.worst > 0.1
+    assert compared(monkeypatch, "h2o", lambda outcome, step: moved(outcome, 5, 2e-6)).wrong == ""
+    lost = compared(monkeypatch, "h2o", lambda outcome, step: moved(outcome, 5, float("nan")))
+    assert lost.wrong.startswith(f"seed {seed}, sequence 1, KV head 2, slot 5: score nan, expected ")
+    # beyond a sequence's own rows nothing is compared
+    assert compared(monkeypatch, "h2o", lambda outcome, step: moved(outcome, step.rows[1], 0.5)).wrong == ""
+
+
+def test_a_wrong_mass_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(outcome: decode.Outcome, step: decode.Step) -> decode.Outcome:
+        masses = np.array(outcome.masses)
+        masses[0, 1, 7, 2] += 0.25
+        return replace(outcome, masses=mx.array(masses))
+
+    wrong = compared(monkeypatch, "h2o, window", change).wrong
+    assert ", sequence 0, KV head 1, slot 7: mass " in wrong
+
+
+def test_another_choice_is_wrong_unless_it_is_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    def another(outcome: decode.Outcome, step: decode.Step) -> decode.Outcome:
+        free = np.array(outcome.free)
+        free[0, 0] = (free[0, 0] + 1) % step.rows[0]
+        return replace(outcome, free=mx.array(free))
+
+    one = compared(monkeypatch, "h2o", another)
+    assert (one.differing, one.near) == (1, 0) and "sequence 0, KV head 0: freed slot " in one.wrong
+    monkeypatch.setattr(selftest, "NEAR", 1e9)
+    one = compared(monkeypatch, "proxy", another)
+    assert (one.differing, one.near, one.wrong) == (1, 1, "")
+    assert compared(monkeypatch, "ties, proxy", another).wrong  # equal ranks: the lowest position, exactly
+    outside = compared(monkeypatch, "h2o", lambda o, s: replace(o, free=mx.full(o.free.shape, 99, mx.int32)))
+    assert "freed slot 99 (of 40 rows)" in outside.wrong
+
+
+def test_a_kernel_that_does_not_run_is_a_failed_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("[metal::Device] Unable to build metal library from source")
+
+    check = replace(selftest.CHECKS[0], compare=refuse, cases={"one": None, "two": None}, quick=("two",))
+    report = selftest.examine(check, "metal", quick=False)
+    assert report.cases == 2 and len(report.failed) == 2
+    assert report.failed[0].startswith("case 'one': does not run: [metal::Device] Unable to build")
+    assert report.failed[1] == "case 'two': does not run: as above"
+    assert selftest.examine(check, "metal", quick=True).cases == 1
+
+
+def test_end_to_end_notices_other_rows_and_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, prefill = selftest.END_TO_END["h2o"]
+    right = selftest._generate
+    assert selftest.end_to_end(policy, prefill) == ""
+
+    def changed(*arguments: Any) -> Any:
+        kept, logits = right(*arguments)
+        if os.environ["KEYFORMER_KERNELS"] == "1":
+            if what == "rows":
+                kept[1][0][0, 0] += 1
+            else:
+                logits = logits + 0.01
+        return kept, logits
+
+    monkeypatch.setattr(selftest, "_generate", changed)
+    what = "rows"
+    assert selftest.end_to_end(policy, prefill) == "layer 1, sequence 0: other rows are kept than without kernels"
+    what = "logits"
+    assert "1e-04 allowed" in selftest.end_to_end(policy, prefill)
+
+
+def test_the_small_model_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it could show nothing."""
+    for name, (policy, prefill) in selftest.END_TO_END.items():
+        kept, _ = selftest._generate(selftest._model(), policy, prefill, (61, 40))
+        assert all(rows.shape == (2, 24) for layer in kept for rows in layer), name
+        assert len({rows.tobytes() for layer in kept for rows in layer}) == 4, name
+
+
+def test_one_step_of_a_chain_is_measured() -> None:
+    if backend() is not None:
+        pytest.skip("measured where it is used")
+    small, large = (mx.zeros((n, n)) for n in (64, 256))
+    steps = [seconds_each(lambda i, x: x @ x, a, 4) for a in (small, large)]
+    assert 0 < steps[0] < steps[1] < 1
+    assert 1e8 < copy_bandwidth(16) < 1e13
