@@ -35,7 +35,7 @@ from .hook import attached, make_prompt_cache
 from .kernels import decode
 from .kernels.build import THREADS, backend, build
 from .kernels.cases import CASES, QUICK, SIZES, Case, make
-from .kernels.measure import copy_bandwidth, seconds_each
+from .kernels.measure import copies, copy_bandwidth, seconds_each
 from .policies import H2O, Keyformer, KeyformerProxy, Policy, Random, Tova
 from .ranking import rank_rows
 
@@ -158,9 +158,7 @@ def time_decode(case: Case, back_end: str, count: int) -> Timing:
     """The decode kernel on a full cache; the keys come from memory, not from a cache of the chip."""
     step, asked = make(case)
     kernel = build(back_end, "keyformer_decode", decode.INPUTS, decode.OUTPUTS, decode.SOURCE, decode.HEADER)
-    buffer = step.keys if step.buffer is None else step.buffer
-    buffers = [buffer + 0 for _ in range(min(2 * count, 1 + (128 << 20) // buffer.nbytes))]
-    mx.eval(buffers)
+    buffers = copies(step.keys if step.buffer is None else step.buffer, 2 * count)
 
     def one(i: int, scores: mx.array) -> mx.array:
         now = replace(step, buffer=buffers[i % len(buffers)], scores=scores)

@@ -51,6 +51,13 @@ def seconds_each(step: Chain, start: mx.array, count: int, repeats: int = 5) -> 
     return max(min(times[2 * count]) - min(times[count]), 0.0) / count
 
 
+def copies(a: mx.array, count: int) -> list[mx.array]:
+    """`count` copies of an array, fewer where fewer are too many for any cache of a chip (128 MiB)."""
+    made = [a + 0 for _ in range(min(count, 1 + (128 << 20) // a.nbytes))]
+    mx.eval(made)
+    return made
+
+
 def copy_bandwidth(megabytes: int = 512) -> float:
     """Bytes per second that the GPU reads and writes while it copies."""
     a = mx.zeros((megabytes << 18,), mx.float32)
