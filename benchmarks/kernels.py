@@ -21,8 +21,8 @@ from keyformer.eviction import walk_mlx
 from keyformer.kernels import decode
 from keyformer.kernels.build import backend
 from keyformer.kernels.cases import Case, make
+from keyformer.kernels.checks import time_decode
 from keyformer.kernels.measure import Chain, copies, copy_bandwidth, seconds_each
-from keyformer.selftest import time_decode
 
 from .harness import Line, skipped
 

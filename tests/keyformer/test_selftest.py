@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from keyformer import selftest
-from keyformer.kernels import decode
+from keyformer.kernels import checks, decode
 from keyformer.kernels.build import backend
 from keyformer.kernels.cases import CASES, QUICK, SIZES, make
 from keyformer.kernels.measure import copy_bandwidth, seconds_each
@@ -56,7 +56,7 @@ def test_the_quick_cases_exist() -> None:
     assert set(QUICK) <= set(CASES | SIZES)
 
 
-def compared(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> selftest.Compared:
+def compared(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> checks.Compared:
     """A case whose kernel is the definition, changed."""
     case = (CASES | SIZES)[name]
 
@@ -66,8 +66,8 @@ def compared(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> selftes
         return change(outcome, step)
 
     monkeypatch.setattr(decode, "decode_kernel", kernel)
-    monkeypatch.setattr(selftest, "build", lambda *text: None)
-    return selftest.compare_decode("metal", case)
+    monkeypatch.setattr(checks, "build", lambda *text: None)
+    return checks.compare_decode("metal", case)
 
 
 def moved(outcome: decode.Outcome, slot: int, by: float) -> decode.Outcome:
@@ -112,7 +112,7 @@ def test_another_choice_is_wrong_unless_it_is_a_tie(monkeypatch: pytest.MonkeyPa
 
     one = compared(monkeypatch, "h2o", another)
     assert (one.differing, one.near) == (1, 0) and "sequence 0, KV head 0: freed slot " in one.wrong
-    monkeypatch.setattr(selftest, "NEAR", 1e9)
+    monkeypatch.setattr(checks, "NEAR", 1e9)
     one = compared(monkeypatch, "proxy", another)
     assert (one.differing, one.near, one.wrong) == (1, 1, "")
     assert compared(monkeypatch, "ties, proxy", another).wrong  # equal ranks: the lowest position, exactly

@@ -13,7 +13,7 @@ import pytest
 from emulator import MetalKernel
 
 from keyformer import selftest
-from keyformer.kernels import build, decode
+from keyformer.kernels import build, checks, decode
 from keyformer.kernels.cases import CASES, SIZES, Case
 from keyformer.policies import KeyformerProxy
 
@@ -34,7 +34,7 @@ def a_mac(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(build, "mx", metal)
     monkeypatch.setattr(build, "THREADS", {"metal": 64})
     monkeypatch.setattr(decode, "THREADS", {"metal": 64})
-    monkeypatch.setattr(selftest, "THREADS", {"metal": 64})
+    monkeypatch.setattr(checks, "THREADS", {"metal": 64})
     monkeypatch.setattr(decode, "_serves", {})
     timed = Case(KeyformerProxy(), rows=(64,), recents=(16,), heads=1, group=1, size=16, spare=0, dtype=mx.float16)
     (check,) = selftest.CHECKS
@@ -42,7 +42,7 @@ def a_mac(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         check,
         cases={name: (CASES | SIZES)[name] for name in NAMES},
         quick=NAMES[:3],
-        timings={"small": lambda back_end, count: selftest.time_decode(timed, back_end, count)},
+        timings={"small": lambda back_end, count: checks.time_decode(timed, back_end, count)},
     )
     monkeypatch.setattr(selftest, "CHECKS", (fewer,))
     monkeypatch.setattr(selftest, "END_TO_END", {"keyformer": selftest.END_TO_END["keyformer"]})
@@ -63,7 +63,7 @@ def test_all_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     content = json.loads(file.read_text())
     report = content["kernels"]["decode"]
     assert (report["cases"], report["failed"], report["differing"]) == (6, [], 0)
-    assert 0 < report["worst"] < selftest.ALLOWED
+    assert 0 < report["worst"] < checks.ALLOWED
     (timing,) = report["timings"]
     assert timing["ratio"] == pytest.approx(timing["seconds"] / timing["floor"])
     assert content["models"] == {"keyformer": ""} and content["back_end"] == "metal"
