@@ -18,7 +18,7 @@ from keyformer import selftest
 from keyformer.kernels import checks, decode
 from keyformer.kernels.build import backend
 from keyformer.kernels.cases import CASES, QUICK, SIZES, make
-from keyformer.kernels.measure import copy_bandwidth, seconds_each
+from keyformer.kernels.measure import copies, copy_bandwidth, seconds_each
 
 on_a_cpu = pytest.mark.skipif(mx.default_device().type == mx.DeviceType.gpu, reason="MLX computes on a GPU here")
 
@@ -164,7 +164,10 @@ def test_the_small_model_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_step_of_a_chain_is_measured() -> None:
     if backend() is not None:
         pytest.skip("measured where it is used")
-    small, large = (mx.zeros((n, n)) for n in (64, 256))
+    small, large = (mx.zeros((n, n)) for n in (16, 512))
     steps = [seconds_each(lambda i, x: x @ x, a, 4) for a in (small, large)]
-    assert 0 < steps[0] < steps[1] < 1
-    assert 1e8 < copy_bandwidth(16) < 1e13
+    assert 0 <= steps[0] < steps[1] < 1
+    assert copy_bandwidth(16) > 1e8
+    kept = copies(large, 3)
+    assert len(kept) == 3 and all(mx.array_equal(a, large) for a in kept)
+    assert len(copies(mx.zeros((40 << 20,), mx.uint8), 100)) == 4  # 120 MiB are too few, 160 enough
