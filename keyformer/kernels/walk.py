@@ -89,17 +89,16 @@ def _agrees(
     """A corner of the rows walked both ways, down to half of them, by what is compiled for this case."""
     _, threads, per_thread, columns, _ = case
     m, at = stored.shape[1], slice(max(0, stored.shape[1] - 8), stored.shape[1] + 24)
-    few = [stored[:8, at.start :], new[:8, :24], scores[:8, at]]
-    limits = (max(3, few[2].shape[1] // 2, m - at.start), 1, 1)
-    rest = None if gumbel is None else gumbel[:8, at], temperatures[:24]
-    want, want_scores = walk_mlx(*few, *limits, *rest)
+    budget = max(3, (scores[:, at].shape[1]) // 2, m - at.start)
+    rows = stored[:8, at.start :], new[:8, :24], scores[:8, at], budget, 1, 1
+    frozen = None if gumbel is None else gumbel[:8, at]
+    want, want_scores = walk_mlx(*rows, frozen, temperatures[:24])
     try:
-        got, got_scores = walk_kernel(kernel, threads, *few, *limits, *rest, variant=(per_thread, columns))
+        got, got_scores = walk_kernel(kernel, threads, *rows, frozen, temperatures[:24], variant=(per_thread, columns))
         same = (got == want).all(axis=1)
-        near = mx.abs(got_scores - want_scores) <= 1e-3 * (1 + mx.abs(want_scores))
-        near = near | (got_scores == want_scores)
-        # a tie may go either way
-        alike = same.mean().item() >= 0.5 and mx.all(near | ~same[:, None]).item()  # type: ignore[operator]
+        near = (mx.abs(got_scores - want_scores) <= 1e-3 * (1 + mx.abs(want_scores))) | (got_scores == want_scores)
+        few: Any = same.astype(mx.float32).mean().item()
+        alike = few >= 0.5 and mx.all(near | ~same[:, None]).item()  # a tie may go either way
     except (RuntimeError, ValueError) as error:
         log.warning("The walk kernel does not run here (%s); array operations do its work, more slowly.", error)
         return False
@@ -146,7 +145,7 @@ def walk_kernel(
     per_thread, columns = variant or (-(-slots // threads), _columns(slots, S))
     tile = max(1, min(S, columns - slots, _TILE, tile_bytes // (4 * R * (slots + _TILE))))
     keys = mx.concatenate([stored, new], axis=1) if m else new
-    taus = None if gumbel is None else mx.array(temperatures, mx.float32)
+    taus = None if gumbel is None else mx.array(list(temperatures), mx.float32)
     index = mx.broadcast_to(mx.arange(m, dtype=mx.int32), (R, m))
     kept = scores[:, :m]
     for first in range(m, m + S, tile):
