@@ -502,12 +502,15 @@ SOURCE = """
       if (TURNS) {
         const float a = old ? plain[at + size_t(d)] : new_plain[fresh * D + size_t(d)];
         plain_out[out] = a;
-        // the other one of its pair turns with it; the last of an odd number has none
-        if (turns && d < D / 2 * 2 && (old ? positions[row0 + size_t(source)] : position) != j) {
-          const int pair = d % HALF, other = d < HALF ? d + HALF : d - HALF;
-          const float b = old ? plain[at + size_t(other)] : new_plain[fresh * D + size_t(other)];
-          const size_t angle = size_t(j) * HALF + size_t(pair);
-          x = T(d < HALF ? a * cosines[angle] - b * sines[angle] : b * sines[angle] + a * cosines[angle]);
+        if (turns && (old ? positions[row0 + size_t(source)] : position) != j) {
+          x = T(a);  // an odd last one, which does not turn
+          if (d < D / 2 * 2) {
+            const int other = d < HALF ? d + HALF : d - HALF;
+            const float b = old ? plain[at + size_t(other)] : new_plain[fresh * D + size_t(other)];
+            const size_t angle = size_t(j) * HALF + size_t(d % HALF);
+            const float cosine = cosines[angle], sine = sines[angle];
+            x = T(d < HALF ? a * cosine - b * sine : b * sine + a * cosine);
+          }
         }
       }
       keys_out[out] = x;
