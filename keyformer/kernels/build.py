@@ -30,6 +30,7 @@ CUDA_HEADER = """
 #endif
 // MLX writes the signature. Without a bound a variant may take more registers than a launch has.
 #define __global__ __attribute__((global)) __launch_bounds__(THREADS_AT_MOST)
+typedef unsigned char uchar;
 typedef unsigned int uint;
 typedef unsigned short ushort;
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
@@ -41,15 +42,25 @@ __device__ __forceinline__ float simd_sum(float v) {
   for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
   return v;
 }
+// Least and largest through one integer reduction: integers in the order of the floats. No NaN may be among them.
+__device__ __forceinline__ int keyformer_ordered(int bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 __device__ __forceinline__ float simd_max(float v) {
-  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
-  return v;
+  const int key = __reduce_max_sync(0xffffffffu, keyformer_ordered(__float_as_int(v)));
+  return __int_as_float(keyformer_ordered(key));
 }
 __device__ __forceinline__ float simd_min(float v) {
-  for (int o = 16; o; o >>= 1) v = fminf(v, __shfl_xor_sync(0xffffffffu, v, o));
-  return v;
+  const int key = __reduce_min_sync(0xffffffffu, keyformer_ordered(__float_as_int(v)));
+  return __int_as_float(keyformer_ordered(key));
 }
 __device__ __forceinline__ int simd_min(int v) { return __reduce_min_sync(0xffffffffu, v); }
+__device__ __forceinline__ int simd_prefix_exclusive_sum(int v) {
+  int sum = v;
+  for (int o = 1; o < 32; o *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, sum, o);
+    if (thread_index_in_simdgroup >= uint(o)) sum += below;
+  }
+  return sum - v;
+}
 template <typename T> __device__ __forceinline__ T as_type(int bits);
 template <> __device__ __forceinline__ float as_type<float>(int bits) { return __int_as_float(bits); }
 template <typename T, int N> struct alignas(sizeof(T) * N) vec {

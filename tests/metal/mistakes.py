@@ -1,4 +1,4 @@
-"""Mistakes to plant in the decode kernel, one at a time, and what has to notice each."""
+"""Mistakes to plant in the kernels, one at a time, and what has to notice each."""
 
 from __future__ import annotations
 
@@ -189,5 +189,250 @@ MISTAKES: dict[str, Mistake] = {
     "noise of 24 bits": Mistake(lambda s, h: (s, replaced(h, "h >> 9", "h >> 8")), cases=("keyformer",)),
     "a Gaussian's tail": Mistake(
         lambda s, h: (s, replaced(h, "sqrt(w) - 3.0f", "w - 3.0f")), cases=("Gaussian tails",)
+    ),
+}
+
+_RATIO = "redo = redo || !(left > 1e-30f) || out > 0.5f * every;"
+_SEVERAL = "several rows a thread"
+
+WALK_MISTAKES: dict[str, Mistake] = {
+    # what the threads do together
+    "no barrier in a turn": _barrier(1),
+    "no barrier after the largest logits": _barrier(2, "noise"),
+    "no barrier after the sums made again": _barrier(3, "noise"),
+    "no barrier after the marks are cleared": _barrier(4),
+    "no barrier after the marks": _barrier(5),
+    "no barrier after the counts": _barrier(6),
+    "no barrier before the places": _barrier(7),
+    "a barrier in divergent flow": Mistake(
+        lambda s, h: (nth(s, BARRIER, 1, f"if (tid < 32) {BARRIER}"), h), MetalError, "barrier"
+    ),
+    "a minimum in divergent flow": _refused("low = simd_min(low);", "if (lane < 16) low = simd_min(low);", "simd"),
+    "a barrier that some simdgroups skip": _refused(
+        "if (redo || !asks) {", "if (sg == 0 && (redo || !asks)) {", "barrier"
+    ),
+    "too much threadgroup memory": _refused(
+        "threadgroup uchar alive[COLUMNS];", "threadgroup uchar alive[COLUMNS + 32000];", "bytes of threadgroup memory"
+    ),
+    "a simdgroup that finds nobody": _source(
+        "low_at == FAR ? lane == 0 : mine == low_at", "mine == low_at && lane > 0"
+    ),
+    "a write beyond the output": _refused(
+        "scores_out[out0 + size_t(place)] = score[i];",
+        "scores_out[out0 + size_t(place)] = score[i]; scores_out[out0 + size_t(place) + 700] = 0.0f;",
+        "beyond an output",
+    ),
+    "write to an input": _refused("scores_out[out0", "scores[out0", "C++14"),
+    # rows
+    "scores are not written": _source("scores_out[out0 + size_t(place)] = score[i];", ""),
+    "columns for rows": _source("= label[row0 + size_t(c)];", "= c;", "in tiles"),
+    "places of the stretch before": _source("int place = starts[part];", "int place = starts[max(part - 1, 0)];"),
+    "places counted from the next one": _source("c < column[i]; ++c) place", "c <= column[i]; ++c) place"),
+    "counts of the simdgroup itself": _source("for (int g = 0; g < sg; ++g) at", "for (int g = 0; g <= sg; ++g) at"),
+    "scores of another head": _source("row0 = size_t(row) * size_t(all);", "row0 = 0;", "noise"),
+    "logits of another head": _source("line0 = size_t(row) *", "line0 = size_t(0) *", "noise"),
+    "the budget and one": _source("full = here + 1 > budget", "full = here > budget"),
+    "a newcomer in the wrong place": _source(
+        "i == here / THREADS", "i == (here + 1) / THREADS", "fewer stored than the budget"
+    ),
+    "a newcomer with the wrong thread": _source(
+        "here % THREADS == tid", "(here + 1) % THREADS == tid", "fewer stored than the budget"
+    ),
+    "the first row of all starts at 0": _source("coming_score = 1.0f;", "", "nothing stored, no noise"),
+    "every first row starts at 1": _source("if (prior == 0 && coming_score", "if (coming_score", "no noise"),
+    "a bad first row starts at 1": _source(
+        "if (prior == 0 && coming_score != -INFINITY)", "if (prior == 0)", "bad keys, nothing stored"
+    ),
+    # the choice
+    "a tie goes to the newcomer": _source("new_rank < best[0]", "new_rank <= best[0]", "ties, no recent rows"),
+    "the newcomer never goes": _source("full && new_rank < best[0]", "false", "no recent rows"),
+    "a tie in a thread goes to the last": _source(
+        "rank[i] == low ? min(mine, column[i])", "rank[i] == low ? column[i]", "ties among several rows a thread"
+    ),
+    "a tie in a simdgroup goes to any": _source(
+        "const int low_at = simd_min(mine);",
+        "const int low_at = -simd_min(mine == FAR ? FAR : -mine);",
+        "ties among several rows a thread",
+    ),
+    "a tie between simdgroups goes to the last": _source(
+        "gone[o] < gone[g]", "gone[o] > gone[g]", "ties", "ties among several rows a thread"
+    ),
+    "NaN is not last": _source("x = x > -INFINITY ? x : -INFINITY;", "", "a score that is no number"),
+    "one sink too few": _source("uint(column[i] - n_sink)", "uint(column[i] - n_sink + 1)", "one row may go"),
+    "sinks may go": _source("uint(column[i] - n_sink) < free_rows", "uint(column[i]) < free_rows", "one row may go"),
+    "one recent row too few": _source("here + 1 - recent - n_sink", "here + 2 - recent - n_sink", "one row may go"),
+    "one recent row too many": _source(
+        "here + 1 - recent - n_sink", "here - recent - n_sink", "one row may go", "ties"
+    ),
+    "the newcomer is not protected": _source(
+        "if (uint(here - n_sink) >= free_rows) new_rank = INFINITY;", "", "no noise"
+    ),
+    "noise without temperature": _source("score[i] + tau * frozen[i]", "score[i] + frozen[i]", "noise"),
+    "the newcomer's noise without temperature": _source(
+        "new_score + tau * new_frozen", "new_score + new_frozen", "no recent rows, noise"
+    ),
+    "temperature of the next token": _source("tau = coming_tau;", "tau = taus[min(t + 2, final)];", "noise"),
+    "noise of the column": _source("noise0 + size_t(label[row0 + size_t(j)])", "noise0 + size_t(j)", "in tiles"),
+    "the newcomer's noise is the next one's": _source(
+        "noise[fresh0 + size_t(after)]", "noise[fresh0 + size_t(t)]", "noise"
+    ),
+    "noise of another head": _source("noise0 = size_t(row) * size_t(noise_shape[1])", "noise0 = 0", "noise"),
+    # mass
+    "logits of a token too early": _source("min(t + 3, final)) * size_t(all);", "min(t + 2, final)) * size_t(all);"),
+    "the newcomer's logits of a token too early": _source(
+        "min(t + 2, final)) * size_t(all) + fresh", "min(t + 1, final)) * size_t(all) + fresh"
+    ),
+    "the newcomer's second logits": _source("second[i] = new_second;", "second[i] = new_next;", "noise"),
+    "the newcomer's third logits": _source("third[i] = new_third;", "third[i] = new_second;", "noise"),
+    "the newcomer takes no mass": _source("e[i] = new_e;", "e[i] = 0.0f;", "noise"),
+    "the newcomer is not in the sum": _source("sums[0] + new_e", "sums[0]", "noise"),
+    "the row that went is in the sum": _source("left = every - out", "left = every", "noise"),
+    "another row is taken out of the sum": _source(
+        "f[1] = column[i] == low_at ? e[i] : f[1]", "f[1] = e[i]", "several rows a thread"
+    ),
+    "the newcomer that went is in the sum": _source("leaves ? new_e : full", "full", "no recent rows, noise"),
+    "sums of one simdgroup": _source("sums[g] += sums[o];", "", "noise"),
+    "sums are never made again": _source(_RATIO, "", "rows that took most of the mass go"),
+    "sums of nothing are not made again": _source(
+        _RATIO, "redo = redo || out > 0.5f * every;", "rows far above all others go"
+    ),
+    "what is left of a sum is trusted": _source(
+        _RATIO, "redo = redo || !(left > 1e-30f);", "rows that took most of the mass go"
+    ),
+    "the first sums have a reference": _source("bool redo = t < 1;", "bool redo = t < 0;", "logits far apart"),
+    "no largest logit": _source("top = max(tops[0], new_second);", "top = -90.0f;", "logits far apart"),
+    "natural exponentials": _source(
+        "e[i] = exp2((next[i] - top) * scale)", "e[i] = exp((next[i] - top) * scale)", "noise"
+    ),
+    "a bad stored key takes mass": _source("if (score[i] != -INFINITY) {", "if (there) {", "bad keys"),
+    "a bad stored key takes mass later": _source(
+        "score[i] != -INFINITY ? logits[ahead", "column[i] != FAR ? logits[ahead", "bad keys"
+    ),
+    "a bad new key takes mass": _source(
+        "new_next = asks ? keyformer_logit(coming_next) : -INFINITY",
+        "new_next = keyformer_logit(coming_next)",
+        "bad keys",
+        "bad keys, nothing stored",
+    ),
+    "a bad new key gives mass": _source("share = asks && sum > 0.0f", "share = sum > 0.0f", "bad keys"),
+    "a bad new key gives what it has": _source("if (redo || !asks) {", "if (redo) {", "bad keys"),
+    "NaN is a number": _header(
+        "x > -INFINITY ? min(x, 3.402823466e+38f) : -INFINITY", "min(x, 3.402823466e+38f)", "bad keys"
+    ),
+    "an infinity stays": _header("min(x, 3.402823466e+38f)", "x", "logits leave float32"),
+}
+
+INSERT_MISTAKES: dict[str, Mistake] = {
+    "no barrier after the sums": _barrier(1),
+    "no barrier before the last choice": _barrier(2),
+    "a barrier in divergent flow": Mistake(
+        lambda s, h: (nth(s, BARRIER, 2, f"if (tid < 32) {BARRIER}"), h), MetalError, "barrier"
+    ),
+    "a sum in divergent flow": _refused("odd = simd_sum(odd);", "if (lane < 16) odd = simd_sum(odd);", "simd"),
+    "float to bfloat without a word": _refused("x = T(a);", "x = a;", "C++14", "bfloat16, turned"),
+    "write to an input": _refused("scores_out[out] = x;", "scores[out] = x;", "C++14"),
+    "a write beyond the output": _refused(
+        "index_out[out] = source;", "index_out[out] = source; index_out[out + 900] = 0;", "beyond an output"
+    ),
+    # rows
+    "threadgroups move the same rows": _source("const int from = part * moves", "const int from = 0", _SEVERAL),
+    "a share is left out": _source("count = min(moves, stay - from)", "count = min(moves - 1, stay - from)", _SEVERAL),
+    "rows of another head": _source("row0 = size_t(row) * size_t(n), fresh", "row0 = 0, fresh", "noise"),
+    "the head beside": _source(") / shares, part", ") % 2, part", _SEVERAL),
+    "another new row": _source("+ size_t(numbers[0]);", ";", "noise"),
+    "new rows of another head": _source(
+        "fresh = size_t(row) * size_t(new_keys_shape[1])", "fresh = size_t(0)", "noise"
+    ),
+    "noise of another token": _source("+ size_t(numbers[1])]", "]", "noise"),
+    "the last row is written for all": _source(
+        "j + (j >= gone ? 1 : 0);\n    const bool", "min(j + 1, every - 1);\n    const bool"
+    ),
+    "values of the row that went": _source(
+        "const int r = i / (DV / 4), source = from + r + (from + r >= gone ? 1 : 0);",
+        "const int r = i / (DV / 4), source = from + r + (from + r > gone ? 1 : 0);",
+        "noise",
+    ),
+    "odd values of the row that went": _source(
+        "const int r = i / DV, source = from + r + (from + r >= gone ? 1 : 0);",
+        "const int r = i / DV, source = from + r + (from + r > gone ? 1 : 0);",
+        "odd sizes",
+    ),
+    "keys of the row that went": _source(
+        "const int r = i / (D / 4), source = from + r + (from + r >= gone ? 1 : 0);",
+        "const int r = i / (D / 4), source = from + r + (from + r > gone ? 1 : 0);",
+        "noise",
+    ),
+    "odd keys of the row that went": _source(
+        "d = i % D, j = from + r, source = j + (j >= gone ? 1 : 0);",
+        "d = i % D, j = from + r, source = j + (j > gone ? 1 : 0);",
+        "odd sizes",
+        "turned",
+    ),
+    "scores before the mass": _source(
+        "if (JOINS && old) x = keyformer_scored(x, logits[at], top, share);\n    scores_out", "scores_out", "noise"
+    ),
+    "indices are not written": _source("index_out[out] = source;", ""),
+    # the choice
+    "a tie in a thread goes to the last": _source("x < best ||", "x <= best ||", "ties"),
+    "a tie in a simdgroup goes to any": _source(
+        "const int low_at = simd_min(best == low ? best_at : FAR);",
+        "const int low_at = -simd_min(best == low ? -best_at : FAR);",
+        "ties",
+        "one eviction, ties",
+    ),
+    "a tie between simdgroups goes to the last": _source("least_at[g] < gone", "least_at[g] > gone", "ties"),
+    "one sink too few": _source("for (int j = n_sink + tid;", "for (int j = n_sink - 1 + tid;", "ties"),
+    "one sink too many": _source("for (int j = n_sink + tid;", "for (int j = n_sink + 1 + tid;", "ties"),
+    "recent rows may go": _source("j < every - recent;", "j < every;", "no noise", "noise"),
+    "the new row may not go": _source("j < every - recent;", "j < n - recent;", "a new row that goes"),
+    "noise without temperature": _source("x += tau * (old", "x += (old", "noise"),
+    "noise at temperature 0": _source("if (tau != 0.0f) x += tau *", "x +=", "no noise", "no recent rows"),
+    "NaN is not last": _source("x = x > -INFINITY ? x : -INFINITY;", "", "a score that is no number"),
+    # mass
+    "a simdgroup's own maximum": _source("sum += sums[g] * exp(tops[g] - top);", "sum += sums[g];", "logits far apart"),
+    "a thread's own maximum": _source(
+        "sum = simd_sum(sum * exp(top - most));", "sum = simd_sum(sum);", "logits far apart"
+    ),
+    "no maximum": _source("if (l > top) {", "if (l > top && l < -1e30f) {", "logits far apart"),
+    "a sum that forgets": _source("sum = sum * exp(top - l) + 1.0f;", "sum = 1.0f;", _SEVERAL),
+    "a bad key takes mass": _source("if (scores[row0 + size_t(j)] != -INFINITY) {", "if (true) {", "bad keys"),
+    "a bad row has a score": _header("score != -INFINITY ?", "true ?", "bad keys"),
+    "a bad new key gives mass": _source("share = odd == 0.0f && sum", "share = sum", "a bad new key"),
+    "a bad new key is good": _source("new_score = odd == 0.0f ? 0.0f : -INFINITY", "new_score = 0.0f", "a bad new key"),
+    "an infinity stays": _header("min(x, 3.402823466e+38f)", "x", "logits leave float32"),
+    # positions
+    "numbered anew within the budget": _source("TURNS && every > stay", "TURNS", "within the budget, turned"),
+    "positions stay": _source("turns ? j : old", "old", "turned"),
+    "the new row's position": _source("positions[at] : position;", "positions[at] : j;", "noise"),
+    "turned to where it was": _source(
+        "angle = size_t(j) * HALF", "angle = size_t(min(source, stay - 1)) * HALF", "turned"
+    ),
+    "turned the other way": _source("a * cosine - b * sine :", "a * cosine + b * sine :", "turned"),
+    "the second of a pair turned the other way": _source("b * sine + a * cosine)", "a * cosine - b * sine)", "turned"),
+    "neighbours are a pair": _source("d < HALF ? d + HALF : d - HALF;", "d ^ 1;", "turned"),
+    "rows that did not move are turned": _source(
+        "(old ? positions[row0 + size_t(source)] : position) != j", "true", "turned"
+    ),
+    "an odd last one is the key's": _source("x = T(a);", "", "turned, odd size", "size of one, turned"),
+    "keys before rotation are those of the old place": _source(
+        "plain_out[out] = a;", "plain_out[out] = float(x);", "turned"
+    ),
+}
+
+LOGIT_MISTAKES: dict[str, Mistake] = {
+    "another new row asks": _source("+ size_t(numbers[0])) * D", "+ size_t(0)) * D", "noise"),
+    "another head's row asks": _source("(size_t(row) * size_t(new_keys_shape[1])", "(size_t(0)", "noise"),
+    "no scale": _source("sum * as_type<float>(int(numbers[1]))", "sum", "noise"),
+    "half of the lanes": _source("for (int o = 4; o > 0", "for (int o = 2; o > 0", "noise"),
+    "odd sizes end early": _source(
+        "for (int d = sub; d < D; d += 8) sum", "for (int d = sub; d + 1 < D; d += 8) sum", "odd sizes"
+    ),
+    "sizes of 4 end early": _source("v < D / 4; v += 8", "v < 8; v += 9", "bfloat16"),
+    "a write beyond the rows": _refused(
+        "if (sub == 0 && j < n)", "if (sub == 0)", "beyond an output", "within the budget"
+    ),
+    "a group of rows is left out": _source("group % groups * ROWS", "group % max(groups - 1, 1) * ROWS", _SEVERAL),
+    "an exchange that some rows skip": _refused(
+        "for (int o = 4; o > 0", "if (j < n) for (int o = 4; o > 0", "simd", "one head, one stored row"
     ),
 }

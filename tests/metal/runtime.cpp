@@ -97,6 +97,17 @@ kf_swap:
 
 extern "C" void kf_invoke(void** args);
 
+// Rounding to bfloat is a call into clang's own library, which is not linked.
+extern "C" __attribute__((weak)) __bf16 __truncsfbf2(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  uint16_t rounded = uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);  // to nearest, ties to even
+  if (x != x) rounded = 0x7fc0;
+  __bf16 y;
+  memcpy(&y, &rounded, 2);
+  return y;
+}
+
 namespace {
 constexpr int LANES = 32;
 constexpr size_t STACK = 64 << 10;
