@@ -59,11 +59,11 @@ class Call:
 def prompt_mass(
     queries: mx.array,
     keys: mx.array,
-    buffer: mx.array | None,
     scale: float,
     mask: Mask,
     *,
     usable: mx.array,
+    buffer: mx.array | None = None,
     noise: LogitNoise | None = None,
     tau: mx.array | float = 1.0,
     weight: mx.array | None = None,
