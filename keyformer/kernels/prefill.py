@@ -9,7 +9,6 @@ side in registers (queries in the first pass, rows of the cache in the second) a
 from __future__ import annotations
 
 import logging
-import math
 import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -74,9 +73,9 @@ def prompt_mass(
     """`attention_mass` summed over queries, on a GPU in two dispatches and without its evaluations.
 
     Where no kernel serves (`unsupported` says why: a mask array, head sizes that are no multiple of 16 or above 256,
-    other dtypes than float32, float16 and bfloat16) it is `attention_mass`. The first call of each case is computed both
-    ways on a corner of its arrays: a kernel that this GPU's compiler refuses, or that computes something else, is not
-    used, and a warning says so.
+    other dtypes than float32, float16 and bfloat16) it is `attention_mass`. The first call of each case is computed
+    both ways on a corner of its arrays: a kernel that this GPU's compiler refuses, or that computes something else, is
+    not used, and a warning says so.
 
     One difference: of queries with logits that leave float32, the kernel leaves out each one alone, not its whole tile.
 
@@ -237,8 +236,9 @@ def _template(call: Call, tiles: Tiles) -> list[tuple[str, Any]]:
 
 def mass_kernel(kernel: Kernel, tiles: Tiles, call: Call) -> mx.array:
     """The mass as two dispatches of `kernel`, made of SOURCE: [B, Hkv, n] float32."""
-    queries, keys, n = call.queries, call.keys, call.n
-    B, Hq, S, D = queries.shape
+    # not contiguous, they would be copied for each dispatch
+    queries, keys, n = mx.contiguous(call.queries), mx.contiguous(call.keys), call.n
+    B, Hq, S = queries.shape[:3]
     Hkv = keys.shape[1]
     block, columns = tiles.simdgroups * tiles.rows * tiles.height, tiles.columns * 8
     key_blocks = B * Hkv * -(-n // block)
@@ -544,8 +544,8 @@ SOURCE = """
     const int next = at + STAGES - 1, item = MASS ? part + next * parts : next;
     if (next < count) {
       const int buffer = next % STAGES * COLS;
-      const int y0 = (skipped + item % tiles) * COLS, most = (MASS ? S : n) - 1;
-      const int q = kv * group + item / tiles;  // the query head, of all sequences
+      const int y0 = (MASS ? skipped + item % tiles : item) * COLS, most = (MASS ? S : n) - 1;
+      const int q = MASS ? kv * group + item / tiles : whose;  // the query head, of all sequences
       const device T* from = MASS ? queries + size_t(q) * size_t(S) * D : keys + key0 * D;
       for (int x = tid; x < COLS * PIECES; x += THREADS) {
         const int y = x / PIECES, piece = x % PIECES;
@@ -569,7 +569,7 @@ SOURCE = """
     if (at < 0) continue;
 
     const int now = MASS ? part + at * parts : at, buffer = at % STAGES * COLS;
-    const int y0 = (skipped + now % tiles) * COLS;
+    const int y0 = (MASS ? skipped + now % tiles : now) * COLS;
     const int head = MASS ? whose % kv_heads * group + now / tiles : whose % heads;
     float c[MF][NF][2 * SLOTS];
     keyformer_multiply<T, D, MF, NF>(c, a, tile + buffer * PITCH, lane);
@@ -663,8 +663,8 @@ SOURCE = """
       }
       if (keyformer_column(lane) == 0 && r <= last) {
         if (MASS) {
-          const bool usable = barred[row0 + size_t(r)] < INFINITY;
-          out[(size_t(part) * size_t(queries_shape[0] * kv_heads) + size_t(kv)) * size_t(n) + size_t(r)] = usable ? sum[i][s] : 0.0f;
+          const size_t to = size_t(part) * size_t(queries_shape[0] * kv_heads) * size_t(n) + row0 + size_t(r);
+          out[to] = barred[row0 + size_t(r)] < INFINITY ? sum[i][s] : 0.0f;
         } else {
           const bool gives = sum[i][s] > 0.0f && sum[i][s] < INFINITY;
           out[size_t(whose) * size_t(S) + size_t(r)] = gives ? top[i][s] + log2(sum[i][s]) : INFINITY;

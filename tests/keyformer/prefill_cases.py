@@ -1,4 +1,4 @@
-"""Calls of a prompt chunk of every shape and kind, and the mass of each in float64: for array operations, GPU, emulator.
+"""Calls of a prompt chunk of every kind, and the mass of each in float64: for array operations, GPU and emulator.
 
 Rows past a call's own hold huge finite numbers. Rows that are not usable hold NaN or infinity.
 """
@@ -80,7 +80,7 @@ CASES: dict[str, Case] = {
     "temperature": Case(taus=(1.7,)),
     "temperatures": Case(taus=(0.6, 1.3, 2.0), batch=3, heads=1, sinks=1.0),
     "sinks": Case(sinks=1.0, group=3, batch=2),
-    "large sinks": Case(sinks=60.0),
+    "large sinks": Case(sinks=200.0),
     "soft cap": Case(soft_cap=1.5, width=3.0),
     "gumbel": Case(noise="gumbel", batch=2, taus=(1.0, 1.4)),
     "gumbel, frozen": Case(noise="gumbel", redraw=False, heads=3),

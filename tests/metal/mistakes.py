@@ -240,7 +240,7 @@ PREFILL_MISTAKES: dict[str, PrefillMistake] = {
         "tile[STAGES * COLS * PITCH];", "tile[STAGES * COLS * PITCH + 2000];", caught_by=MetalError, says="bytes"
     ),
     # rows and queries
-    "a block too few": _prefill("+ ROWS - 1) / ROWS", "+ ROWS - 33) / ROWS", "everything", "many queries"),
+    "the last tile is forgotten": _prefill("at < count; ++at", "at + 1 < count; ++at", "every axis differs"),
     "the block's last tile": _prefill("min(n, first + ROWS + shift)", "min(n, first + ROWS + shift - 16)"),
     "the last rows of the buffer": _prefill(
         "y0 + COLS > (MASS ? S : n)", "false", "every axis differs", "a tile of rows"
@@ -269,7 +269,7 @@ PREFILL_MISTAKES: dict[str, PrefillMistake] = {
     "a barred row takes mass": _prefill(
         "bar = bar || !(bars[buffer + x] < INFINITY);", "bar = false;", "every axis differs", "most rows barred"
     ),
-    "a barred row is given mass": _prefill("usable ? sum[i][s] : 0.0f", "sum[i][s]"),
+    "a barred row is given mass": _prefill("barred[row0 + size_t(r)] < INFINITY ? sum[i][s] : 0.0f", "sum[i][s]"),
     "a deaf query gives NaN": _prefill("gives ? top[i][s] +", "true ? top[i][s] +", "deaf queries", "blind queries"),
     "a capped deaf query": _prefill(
         "isfinite(l) ? cap * tanh(l / cap) : INFINITY", "cap * tanh(l / cap)", "deaf queries, soft cap"
@@ -280,8 +280,8 @@ PREFILL_MISTAKES: dict[str, PrefillMistake] = {
         "sum[i][s] = sum[i][s] * keyformer_exp2(top[i][s] - most) + added;", "sum[i][s] += added;", "logits far apart"
     ),
     "lanes of another maximum": _prefill(
-        "sum[i][s] = sum[i][s] * keyformer_exp2(top[i][s] - both) + other * keyformer_exp2(most - both);\n          top",
-        "sum[i][s] = sum[i][s] + other;\n          top",
+        "sum[i][s] * keyformer_exp2(top[i][s] - both) + other * keyformer_exp2(most - both);",
+        "sum[i][s] + other;",
         "logits far apart",
     ),
     "base e": _prefill("1.44269504f / taus", "1.0f / taus"),
@@ -289,7 +289,6 @@ PREFILL_MISTAKES: dict[str, PrefillMistake] = {
     "temperature forgotten": _prefill("/ taus[batch]", "", "temperature"),
     "sinks undivided": _prefill("sinks[whose % heads] * divisor", "sinks[whose % heads] * 1.44269504f", "temperatures"),
     "sinks of the first heads": _prefill("sinks[whose % heads]", "sinks[whose % 2]", "sinks"),
-    "a sink above all rows": _prefill("both = fmax(top[i][s], sink);", "both = top[i][s];", "large sinks"),
     "sinks that count once a lane": _prefill(
         "+ keyformer_exp2(sink - both);", "+ 4.0f * keyformer_exp2(sink - both);", "sinks"
     ),
