@@ -212,9 +212,9 @@ def _tiles(back_end: str, dtype: mx.Dtype, D: int) -> Tiles:
 def _headers(back_end: str, tiles: Tiles) -> tuple[str, str]:
     """What stands before the kernel: for both GPUs, for Metal or CUDA alone."""
     if back_end == "metal":
-        return METAL_HEADER + NOISE_HEADER, ""
+        return METAL_HEADER + NOISE_HEADER + NOISE_BITS, ""
     bounds = f"__launch_bounds__({tiles.simdgroups * 32}, {tiles.groups})"
-    return NOISE_HEADER, CUDA_HEADER.replace("LAUNCH_BOUNDS", bounds)
+    return NOISE_HEADER + NOISE_BITS, CUDA_HEADER.replace("LAUNCH_BOUNDS", bounds)
 
 
 def _template(call: Call, tiles: Tiles) -> list[tuple[str, Any]]:
@@ -314,6 +314,7 @@ inline void keyformer_copy(threadgroup uint4* to, const device T* from) {
   *to = *(const device uint4*)from;
 }
 inline float keyformer_exp2(float x) { return exp2(x); }
+inline float keyformer_log2(float x) { return log2(x); }
 inline void keyformer_copied() {}
 inline void keyformer_arrived() {}
 // A simdgroup's rows, as left operands of its products.
@@ -474,6 +475,28 @@ __device__ __forceinline__ float keyformer_exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ __forceinline__ float keyformer_log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+"""
+
+# `keyformer_noise` over ln 2, with the GPU's own logarithm where it serves: two of them for each logit. It is exact to
+# 2^-22 between 1/2 and 2, not to so much of a result near 0.
+NOISE_BITS = """
+inline float keyformer_noise_bits(int distribution, uint head, uint asking, int position) {
+  if (distribution != 0) return 1.44269504f * keyformer_noise(distribution, head, asking, position);
+  const uint h = keyformer_mix(keyformer_mix(head + uint(position) * 0xC2B2AE3Du) + asking);
+  const float u = as_type<float>(int(h >> 9 | 0x3f800000u)) - 0.99999994f, v = 1.0f - u;  // exact both
+  float near = v * 0.166666667f + 0.2f;  // -log(1 - v)
+  near = v * near + 0.25f;
+  near = v * near + 0.333333333f;
+  near = v * near + 0.5f;
+  near = v * (v * near) + v;
+  const float far = -0.693147181f * keyformer_log2(u);
+  return -keyformer_log2(v < 0.0625f ? near : far);
+}
 """
 
 # MASS false: a block of queries of one head in registers, keys stream past it; `out` is the logarithm, to base 2, of
@@ -513,10 +536,10 @@ SOURCE = """
   const int skipped = MASS && CAUSAL ? max(0, first - shift) / COLS : 0;
   const int seen = MASS ? S : CAUSAL ? min(n, first + ROWS + shift) : n;
   const int tiles = (seen + COLS - 1) / COLS - skipped;
-  const int items = MASS ? group * tiles : tiles;
-  const int count = MASS ? (items - part + parts - 1) / parts : items;
+  const int step = MASS ? parts : 1;
+  const int count = ((MASS ? group * tiles : tiles) - part + step - 1) / step;
   const size_t key0 = size_t(kv) * size_t(keys_shape[2]), row0 = size_t(kv) * size_t(n);
-  const float divisor = 1.44269504f / taus[batch];  // exponentials and logarithms are of base 2
+  const float inverse = 1.0f / taus[batch], divisor = 1.44269504f * inverse;  // exponentials are of base 2
 
   KeyformerRows<T, D> a[MF];
   int name[MF][SLOTS];  // of a key its position, of a query what it brings to the noise
@@ -536,21 +559,29 @@ SOURCE = """
     }
   }
 
+  // of the tile to copy next and of the one before it: the query head of the group, the number among its tiles
+  int head_next = part / tiles, tile_next = part % tiles, head_before = 0, tile_before = 0;
   for (int at = 1 - STAGES; at < count; ++at) {
     if (STAGES == 1 || at >= 0) {
       keyformer_arrived();
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    const int next = at + STAGES - 1, item = MASS ? part + next * parts : next;
+    const int next = at + STAGES - 1;
     if (next < count) {
       const int buffer = next % STAGES * COLS;
-      const int y0 = (MASS ? skipped + item % tiles : item) * COLS, most = (MASS ? S : n) - 1;
-      const int q = MASS ? kv * group + item / tiles : whose;  // the query head, of all sequences
+      const int y0 = (skipped + tile_next) * COLS, most = (MASS ? S : n) - 1;
+      const int q = MASS ? kv * group + head_next : whose;  // of all sequences
       const device T* from = MASS ? queries + size_t(q) * size_t(S) * D : keys + key0 * D;
-      for (int x = tid; x < COLS * PIECES; x += THREADS) {
-        const int y = x / PIECES, piece = x % PIECES;
-        keyformer_copy(tile + (buffer + y) * PITCH + piece,
-                       from + size_t(min(y0 + y, most)) * D + piece * (16 / int(sizeof(T))));
+      constexpr int COPIED = COLS * PIECES;
+      constexpr bool SAME = THREADS % PIECES == 0;  // a thread's pieces stand alike in their rows
+#pragma unroll
+      for (int i = 0; i < (COPIED + THREADS - 1) / THREADS; ++i) {
+        const int x = i * THREADS + tid;
+        const int y = SAME ? i * (THREADS / PIECES) + tid / PIECES : x / PIECES, piece = (SAME ? tid : x) % PIECES;
+        if (COPIED % THREADS == 0 || x < COPIED) {
+          keyformer_copy(tile + (buffer + y) * PITCH + piece,
+                         from + size_t(min(y0 + y, most)) * D + piece * (16 / int(sizeof(T))));
+        }
       }
       for (int x = tid; x < COLS; x += THREADS) {
         const size_t y = size_t(min(y0 + x, most));
@@ -566,11 +597,14 @@ SOURCE = """
       keyformer_copied();
     }
     if (STAGES == 1) threadgroup_barrier(mem_flags::mem_threadgroup);
+    const int head_now = STAGES == 1 ? head_next : head_before, tile_now = STAGES == 1 ? tile_next : tile_before;
+    head_before = head_next;
+    tile_before = tile_next;
+    for (tile_next += step; tile_next >= tiles; tile_next -= tiles) ++head_next;
     if (at < 0) continue;
 
-    const int now = MASS ? part + at * parts : at, buffer = at % STAGES * COLS;
-    const int y0 = (MASS ? skipped + now % tiles : now) * COLS;
-    const int head = MASS ? whose % kv_heads * group + now / tiles : whose % heads;
+    const int buffer = at % STAGES * COLS, y0 = (skipped + tile_now) * COLS;
+    const int head = MASS ? whose % kv_heads * group + head_now : whose % heads;
     float c[MF][NF][2 * SLOTS];
     keyformer_multiply<T, D, MF, NF>(c, a, tile + buffer * PITCH, lane);
 
@@ -581,31 +615,44 @@ SOURCE = """
     for (int x = lane; x < COLS; x += 32) bar = bar || !(bars[buffer + x] < INFINITY);
     edge = simd_any(bar) || edge;
     float unit = scale * divisor;
-    if (edge || NOISE || SOFT_CAP) {
+    if (NOISE || SOFT_CAP) {
       const uint hashed = NOISE ? keyformer_head(stream, head) : 0u;
 #pragma unroll
       for (int j = 0; j < NF; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
+          const int named = NOISE && (REDRAW || !MASS) ? names[buffer + j * 8 + keyformer_column(lane) + e] : 0;
+#pragma unroll
+          for (int i = 0; i < MF; ++i)
+#pragma unroll
+            for (int s = 0; s < SLOTS; ++s) {
+              float l = c[i][j][2 * s + e] * (SOFT_CAP ? scale : unit);
+              if (SOFT_CAP) l = isfinite(l) ? cap * tanh(l / cap) * divisor : INFINITY;  // its query gives nothing
+              if (NOISE) {
+                const uint asks = keyformer_asking(hashed, REDRAW, MASS ? named : name[i][s]);
+                l += keyformer_noise_bits(DISTRIBUTION, hashed, asks, MASS ? name[i][s] : named) * inverse;
+              }
+              c[i][j][2 * s + e] = l;
+            }
+        }
+      unit = 1.0f;
+    }
+    if (edge) {
+#pragma unroll
+      for (int j = 0; j < NF; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
           const int x = buffer + j * 8 + keyformer_column(lane) + e, y = y0 + x - buffer;
-          const int named = NOISE && (REDRAW || !MASS) ? names[x] : 0;
-          const bool out_of_it = edge && (y >= (MASS ? S : n) || !(bars[x] < INFINITY));
+          const bool outside = y >= (MASS ? S : n) || !(bars[x] < INFINITY);
 #pragma unroll
           for (int i = 0; i < MF; ++i)
 #pragma unroll
             for (int s = 0; s < SLOTS; ++s) {
               const int r = low + i * KEYFORMER_HEIGHT + s * 8 + keyformer_row(lane);
-              float l = c[i][j][2 * s + e] * scale;
-              if (SOFT_CAP) l = isfinite(l) ? cap * tanh(l / cap) : INFINITY;  // its query gives nothing
-              if (NOISE) {
-                l += keyformer_noise(DISTRIBUTION, hashed, keyformer_asking(hashed, REDRAW, MASS ? named : name[i][s]),
-                                     MASS ? name[i][s] : named);
-              }
-              const bool unseen = CAUSAL && edge && (MASS ? r > y + shift : y > r + shift);
-              c[i][j][2 * s + e] = out_of_it || unseen ? -INFINITY : l * divisor;
+              const bool unseen = CAUSAL && (MASS ? r > y + shift : y > r + shift);
+              if (outside || unseen) c[i][j][2 * s + e] = -INFINITY;
             }
         }
-      unit = 1.0f;
     }
 
 #pragma unroll

@@ -84,6 +84,7 @@ CASES: dict[str, Case] = {
     "soft cap": Case(soft_cap=1.5, width=3.0),
     "gumbel": Case(noise="gumbel", batch=2, taus=(1.0, 1.4)),
     "gumbel, frozen": Case(noise="gumbel", redraw=False, heads=3),
+    "many rows, gumbel": Case(noise="gumbel", queries=9, rows=700, heads=1),
     "gaussian": Case(noise="gaussian", queries=70, rows=70, heads=1),
     "gaussian, frozen": Case(noise="gaussian", redraw=False),
     "constant": Case(noise="constant", sinks=1.0),

@@ -31,6 +31,7 @@ _INSTRUCTIONS = {  # what does the instruction's work here; \1 and \2 are its fi
     "mma.sync": r"kf_mma(type(), c, a, b0, b1);",
     "cvt.rna.tf32": r"\1 = kf_tf32(\2);",
     "ex2.approx": r"\1 = exp2f(\2);",
+    "lg2.approx": r"\1 = log2f(\2);",
 }
 
 

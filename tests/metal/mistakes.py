@@ -212,7 +212,7 @@ def _prefill(old: str, new: str, *cases: str, **more: Any) -> PrefillMistake:
     return PrefillMistake(old, new, cases or ("every axis differs",), **more)
 
 
-_MASS_KEYS = "const bool unseen = CAUSAL && edge && (MASS ? r > y + shift : y > r + shift);"
+_MASS_KEYS = "const bool unseen = CAUSAL && (MASS ? r > y + shift : y > r + shift);"
 PREFILL_MISTAKES: dict[str, PrefillMistake] = {
     # what the threads do together
     "no barrier before a tile is overwritten": _prefill(
@@ -260,12 +260,16 @@ PREFILL_MISTAKES: dict[str, PrefillMistake] = {
     ),
     "keys of another head": _prefill("batch * kv_heads + whose % heads / group", "batch * kv_heads"),
     "the buffer's rows are not counted": _prefill("size_t(keys_shape[2]), row0", "size_t(n), row0"),
-    "one query head of a group": _prefill(
-        "const int items = MASS ? group * tiles : tiles;", "const int items = tiles;"
+    "one query head of a group": _prefill("(MASS ? group * tiles : tiles)", "tiles"),
+    "the same query head again": _prefill("kv * group + head_next : whose;", "kv * group : whose;"),
+    "a part is summed twice": _prefill(
+        "head_next = part / tiles, tile_next = part % tiles",
+        "head_next = part / 2 / tiles, tile_next = part / 2 % tiles",
+        enough=1024,
     ),
-    "the same query head again": _prefill("kv * group + item / tiles;", "kv * group;"),
-    "a part is summed twice": _prefill("part + next * parts : next;", "part / 2 + next * parts : next;", enough=1024),
-    "a part is lost": _prefill("(items - part + parts - 1) / parts", "(items - part) / parts", enough=1024),
+    "the tile after": _prefill("tile_now = STAGES == 1 ? tile_next", "tile_now = STAGES == 1 ? tile_next + 1"),
+    "parts that overlap": _prefill("tile_next += step;", "tile_next += 1;", "many queries", enough=3),
+    "a part is lost": _prefill("- part + step - 1) / step", "- part) / step", enough=1024),
     "a barred row takes mass": _prefill(
         "bar = bar || !(bars[buffer + x] < INFINITY);", "bar = false;", "every axis differs", "most rows barred"
     ),
@@ -284,9 +288,9 @@ PREFILL_MISTAKES: dict[str, PrefillMistake] = {
         "sum[i][s] + other;",
         "logits far apart",
     ),
-    "base e": _prefill("1.44269504f / taus", "1.0f / taus"),
+    "base e": _prefill("1.44269504f * inverse", "inverse"),
     "temperature of another sequence": _prefill("taus[batch]", "taus[0]", "temperatures"),
-    "temperature forgotten": _prefill("/ taus[batch]", "", "temperature"),
+    "temperature forgotten": _prefill("1.0f / taus[batch]", "1.0f", "temperature"),
     "sinks undivided": _prefill("sinks[whose % heads] * divisor", "sinks[whose % heads] * 1.44269504f", "temperatures"),
     "sinks of the first heads": _prefill("sinks[whose % heads]", "sinks[whose % 2]", "sinks"),
     "sinks that count once a lane": _prefill(
@@ -298,17 +302,18 @@ PREFILL_MISTAKES: dict[str, PrefillMistake] = {
     # noise
     "noise of the KV head": _prefill("keyformer_head(stream, head)", "keyformer_head(stream, head / group)", "gumbel"),
     "noise of the first head": _prefill(
-        "* group + now / tiles : whose % heads", "* group : whose % heads", "gumbel, frozen"
+        "* group + head_now : whose % heads", "* group : whose % heads", "gumbel, frozen"
     ),
-    "noise of the slot": _prefill("MASS ? name[i][s] : named);", "MASS ? r : y);", "gumbel"),
+    "noise of the slot": _prefill("MASS ? name[i][s] : named)", "MASS ? i : j)", "gumbel"),
     "noise of the first query": _prefill("MASS ? named : name[i][s])", "names[0])", "gumbel"),
+    "small noise of the GPU's logarithm": _prefill("v < 0.0625f", "v < 0.9f", "many rows, gumbel", in_source=False),
     "queries of another sequence": _prefill(
         "asking[size_t(batch) * size_t(S) + size_t(r)]", "asking[size_t(r)]", "gumbel"
     ),
     "never redrawn": _prefill("keyformer_asking(hashed, REDRAW,", "keyformer_asking(hashed, false,", "gumbel"),
-    "always Gumbel": _prefill("keyformer_noise(DISTRIBUTION,", "keyformer_noise(0,", "gaussian"),
+    "always Gumbel": _prefill("keyformer_noise_bits(DISTRIBUTION,", "keyformer_noise_bits(0,", "gaussian"),
     "temperature before the noise": _prefill(
-        "out_of_it || unseen ? -INFINITY : l * divisor", "out_of_it || unseen ? -INFINITY : l * 1.44269504f", "gumbel"
+        "MASS ? name[i][s] : named) * inverse", "MASS ? name[i][s] : named)", "gumbel"
     ),
     # what CUDA's text says of its instructions
     "CUDA: rows of a tile": _prefill("lane / 16 * 8 + lane % 8", "lane % 16", in_source=False, cuda=True),
@@ -318,7 +323,9 @@ PREFILL_MISTAKES: dict[str, PrefillMistake] = {
     "CUDA: two products of three": _prefill(
         "keyformer_mma(T(0.0f), c[i][j + h], over, low[h * 2], low[h * 2 + 1]);", "", in_source=False, cuda=True
     ),
-    "CUDA: the tile before": _prefill("at % STAGES * COLS", "next % STAGES * COLS", "many queries", cuda=True),
+    "CUDA: the tile before": _prefill(
+        "buffer = at % STAGES * COLS", "buffer = next % STAGES * COLS", "many queries", cuda=True
+    ),
     "CUDA: no barrier": _prefill(
         "keyformer_arrived();\n      threadgroup_barrier(mem_flags::mem_threadgroup);", "", "many queries", cuda=True
     ),
