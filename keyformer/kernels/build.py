@@ -52,6 +52,7 @@ __device__ __forceinline__ float simd_min(float v) {
   const int key = __reduce_min_sync(0xffffffffu, keyformer_ordered(__float_as_int(v)));
   return __int_as_float(keyformer_ordered(key));
 }
+__device__ __forceinline__ bool simd_any(bool v) { return __any_sync(0xffffffffu, v); }
 __device__ __forceinline__ int simd_min(int v) { return __reduce_min_sync(0xffffffffu, v); }
 __device__ __forceinline__ int simd_prefix_exclusive_sum(int v) {
   int sum = v;
@@ -90,15 +91,25 @@ def backend() -> str | None:
 
 
 @lru_cache
-def build(back_end: str, name: str, inputs: Sequence[str], outputs: Sequence[str], source: str, header: str) -> Kernel:
+def build(
+    back_end: str,
+    name: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    source: str,
+    header: str,
+    cuda_header: str = "",
+) -> Kernel:
     """A kernel for that back-end; the compiler runs when it is first called with new template arguments.
+
+    `cuda_header` goes before `header` with CUDA alone.
 
     MLX's CUDA back-end knows compiled kernels, also those it left on disk, by name and template arguments alone. So the
     name carries a hash of the text, and every dtype that a body depends on must be a template argument.
     """
     make: Any = mx.fast.metal_kernel if back_end == "metal" else mx.fast.cuda_kernel
     if back_end == "cuda":
-        header = CUDA_HEADER + header
+        header = CUDA_HEADER + cuda_header + header
     name = f"{name}_{hashlib.sha256((header + source).encode()).hexdigest()[:16]}"
     kernel: Kernel = make(name=name, input_names=inputs, output_names=outputs, source=source, header=header)
     return kernel

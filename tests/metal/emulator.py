@@ -172,8 +172,9 @@ def compile_kernel(generated: Generated, template: Template, sanitizer: str) -> 
     source, buffers = opencl(generated, template)
     if buffers > MOST_BUFFERS:
         raise MetalError(f"{buffers} buffers, Metal has {MOST_BUFFERS}")
-    runtime, shim = _HERE / "runtime.cpp", _HERE / "shim" / "metal_stdlib"
-    parts = source, sanitizer, str(runtime), runtime.read_text(), shim.read_text(), Path(__file__).read_text()
+    runtime, shim = _HERE / "runtime.cpp", sorted((_HERE / "shim").iterdir())
+    texts = [file.read_text() for file in (runtime, *shim, Path(__file__))]
+    parts = source, sanitizer, str(runtime), *texts
     folder = _BUILT / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     library = folder / "kernel.so"
     if library.exists():

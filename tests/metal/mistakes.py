@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from emulator import MetalError
 
@@ -434,5 +435,143 @@ LOGIT_MISTAKES: dict[str, Mistake] = {
     "a group of rows is left out": _source("group % groups * ROWS", "group % max(groups - 1, 1) * ROWS", _SEVERAL),
     "an exchange that some rows skip": _refused(
         "for (int o = 4; o > 0", "if (j < n) for (int o = 4; o > 0", "simd", "one head, one stored row"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class PrefillMistake:
+    """`old` becomes `new`, in the source or in a header; `enough`: threadgroups that the queries are divided among."""
+
+    old: str
+    new: str
+    cases: tuple[str, ...] = ("every axis differs",)
+    in_source: bool = True
+    cuda: bool = False
+    enough: int = 1
+    caught_by: type[BaseException] = AssertionError
+    says: str = ""
+
+
+def _prefill(old: str, new: str, *cases: str, **more: Any) -> PrefillMistake:
+    return PrefillMistake(old, new, cases or ("every axis differs",), **more)
+
+
+_MASS_KEYS = "const bool unseen = CAUSAL && (MASS ? r > y + shift : y > r + shift);"
+PREFILL_MISTAKES: dict[str, PrefillMistake] = {
+    # what the threads do together
+    "no barrier before a tile is overwritten": _prefill(
+        "keyformer_arrived();\n      threadgroup_barrier(mem_flags::mem_threadgroup);", "", "many queries"
+    ),
+    "no barrier after a tile is read": _prefill(
+        "if (STAGES == 1) threadgroup_barrier(mem_flags::mem_threadgroup);", "", "many queries"
+    ),
+    "a product that some lanes skip": _prefill(
+        "keyformer_multiply<T, D, MF, NF>(c, a, tile + buffer * PITCH, lane);",
+        "if (lane < 16) keyformer_multiply<T, D, MF, NF>(c, a, tile + buffer * PITCH, lane);",
+        caught_by=MetalError,
+        says="simdgroup",
+    ),
+    "half of a row's lanes": _prefill("o <= KEYFORMER_FAR", "o < KEYFORMER_FAR"),
+    "the wrong lanes": _prefill("#define KEYFORMER_FAR 8", "#define KEYFORMER_FAR 2", in_source=False),
+    "rows of the wrong lanes": _prefill("(lane / 4 & 4) + lane / 2 % 4", "lane / 4", in_source=False),
+    "float to bfloat without a word": _prefill(
+        "a.v[2 * k] = row[8 * k];", "a.v[2 * k] = 1.0f * row[8 * k];", "bfloat16", in_source=False, caught_by=MetalError
+    ),
+    "a tile that is not a vector": _prefill(
+        "threadgroup uint4 tile[", "threadgroup T tile[", caught_by=MetalError, says="C++14"
+    ),
+    "too much threadgroup memory": _prefill(
+        "tile[STAGES * COLS * PITCH];", "tile[STAGES * COLS * PITCH + 2000];", caught_by=MetalError, says="bytes"
+    ),
+    # rows and queries
+    "the last tile is forgotten": _prefill("at < count; ++at", "at + 1 < count; ++at", "every axis differs"),
+    "the block's last tile": _prefill("min(n, first + ROWS + shift)", "min(n, first + ROWS + shift - 16)"),
+    "the last rows of the buffer": _prefill(
+        "y0 + COLS > (MASS ? S : n)", "false", "every axis differs", "a tile of rows"
+    ),
+    "a row sees the next query's row": _prefill("y > r + shift);", "y > r + shift + 1);"),
+    "a query is seen too early": _prefill("MASS ? r > y + shift :", "MASS ? r > y + shift + 1 :"),
+    "no mask in the first pass": _prefill(_MASS_KEYS, _MASS_KEYS.replace("CAUSAL &&", "MASS && CAUSAL &&")),
+    "no mask in the second pass": _prefill(_MASS_KEYS, _MASS_KEYS.replace("CAUSAL &&", "!MASS && CAUSAL &&")),
+    "the diagonal is not noticed": _prefill("y0 + COLS - 1 > low + shift", "y0 > low + shift"),
+    "the diagonal is not noticed, of queries": _prefill("low + HIGH - 1 > y0 + shift", "low > y0 + shift"),
+    "a mask without a causal mask": _prefill("bool unseen = CAUSAL &&", "bool unseen =", "no causal mask, every row"),
+    "tiles skipped that see the block": _prefill(
+        "max(0, first - shift) / COLS", "(max(0, first - shift) + COLS - 1) / COLS"
+    ),
+    "keys of another sequence": _prefill(
+        "const int batch = whose / (MASS ? kv_heads : heads);", "const int batch = 0;"
+    ),
+    "keys of another head": _prefill("batch * kv_heads + whose % heads / group", "batch * kv_heads"),
+    "the buffer's rows are not counted": _prefill("size_t(keys_shape[2]), row0", "size_t(n), row0"),
+    "one query head of a group": _prefill("(MASS ? group * tiles : tiles)", "tiles"),
+    "the same query head again": _prefill("kv * group + head_next : whose;", "kv * group : whose;"),
+    "a part is summed twice": _prefill(
+        "head_next = part / tiles, tile_next = part % tiles",
+        "head_next = part / 2 / tiles, tile_next = part / 2 % tiles",
+        enough=1024,
+    ),
+    "the tile after": _prefill("tile_now = STAGES == 1 ? tile_next", "tile_now = STAGES == 1 ? tile_next + 1"),
+    "parts that overlap": _prefill("tile_next += step;", "tile_next += 1;", "many queries", enough=3),
+    "a part is lost": _prefill("- part + step - 1) / step", "- part) / step", enough=1024),
+    "a barred row takes mass": _prefill(
+        "bar = bar || !(bars[buffer + x] < INFINITY);", "bar = false;", "every axis differs", "most rows barred"
+    ),
+    "a barred row is given mass": _prefill("barred[row0 + size_t(r)] < INFINITY ? sum[i][s] : 0.0f", "sum[i][s]"),
+    "a deaf query gives NaN": _prefill("gives ? top[i][s] +", "true ? top[i][s] +", "deaf queries", "blind queries"),
+    "a capped deaf query": _prefill(
+        "isfinite(l) ? cap * tanh(l / cap) : INFINITY", "cap * tanh(l / cap)", "deaf queries, soft cap"
+    ),
+    # the mass
+    "no maximum": _prefill("most = fmax(top[i][s], most * unit);", "most = 0.0f;", "logits far apart"),
+    "sums of another maximum": _prefill(
+        "sum[i][s] = sum[i][s] * keyformer_exp2(top[i][s] - most) + added;", "sum[i][s] += added;", "logits far apart"
+    ),
+    "lanes of another maximum": _prefill(
+        "sum[i][s] * keyformer_exp2(top[i][s] - both) + other * keyformer_exp2(most - both);",
+        "sum[i][s] + other;",
+        "logits far apart",
+    ),
+    "base e": _prefill("1.44269504f * inverse", "inverse"),
+    "temperature of another sequence": _prefill("taus[batch]", "taus[0]", "temperatures"),
+    "temperature forgotten": _prefill("1.0f / taus[batch]", "1.0f", "temperature"),
+    "sinks undivided": _prefill("sinks[whose % heads] * divisor", "sinks[whose % heads] * 1.44269504f", "temperatures"),
+    "sinks of the first heads": _prefill("sinks[whose % heads]", "sinks[whose % 2]", "sinks"),
+    "sinks that count once a lane": _prefill(
+        "+ keyformer_exp2(sink - both);", "+ 4.0f * keyformer_exp2(sink - both);", "sinks"
+    ),
+    "no weights": _prefill("WEIGHTED ? counts[x] * share : share", "share", "weights"),
+    "weights of the first sequence's tile": _prefill("counts[x] * share", "counts[0] * share", "weights"),
+    "cap after noise": _prefill("cap * tanh(l / cap)", "tanh(l / cap)", "soft cap"),
+    # noise
+    "noise of the KV head": _prefill("keyformer_head(stream, head)", "keyformer_head(stream, head / group)", "gumbel"),
+    "noise of the first head": _prefill(
+        "* group + head_now : whose % heads", "* group : whose % heads", "gumbel, frozen"
+    ),
+    "noise of the slot": _prefill("MASS ? name[i][s] : named)", "MASS ? i : j)", "gumbel"),
+    "noise of the first query": _prefill("MASS ? named : name[i][s])", "names[0])", "gumbel"),
+    "small noise of the GPU's logarithm": _prefill("v < 0.0625f", "v < 0.9f", "many rows, gumbel", in_source=False),
+    "queries of another sequence": _prefill(
+        "asking[size_t(batch) * size_t(S) + size_t(r)]", "asking[size_t(r)]", "gumbel"
+    ),
+    "never redrawn": _prefill("keyformer_asking(hashed, REDRAW,", "keyformer_asking(hashed, false,", "gumbel"),
+    "always Gumbel": _prefill("keyformer_noise_bits(DISTRIBUTION,", "keyformer_noise_bits(0,", "gaussian"),
+    "temperature before the noise": _prefill(
+        "MASS ? name[i][s] : named) * inverse", "MASS ? name[i][s] : named)", "gumbel"
+    ),
+    # what CUDA's text says of its instructions
+    "CUDA: rows of a tile": _prefill("lane / 16 * 8 + lane % 8", "lane % 16", in_source=False, cuda=True),
+    "CUDA: halves of a tile's rows": _prefill("k * 2 + lane / 8 % 2", "k * 2 + lane / 16", in_source=False, cuda=True),
+    "CUDA: rows of a matrix": _prefill("+ w * 8, last)", "+ w, last)", "bfloat16", in_source=False, cuda=True),
+    "CUDA: words of a matrix": _prefill("a.v[k * 2 + w] =", "a.v[k + w] =", "bfloat16", in_source=False, cuda=True),
+    "CUDA: two products of three": _prefill(
+        "keyformer_mma(T(0.0f), c[i][j + h], over, low[h * 2], low[h * 2 + 1]);", "", in_source=False, cuda=True
+    ),
+    "CUDA: the tile before": _prefill(
+        "buffer = at % STAGES * COLS", "buffer = next % STAGES * COLS", "many queries", cuda=True
+    ),
+    "CUDA: no barrier": _prefill(
+        "keyformer_arrived();\n      threadgroup_barrier(mem_flags::mem_threadgroup);", "", "many queries", cuda=True
     ),
 }

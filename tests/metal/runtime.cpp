@@ -132,6 +132,7 @@ struct Simd {
   uint32_t epoch = 0;
   uint32_t slot[2][LANES];
   uint8_t has[2][LANES];
+  float left[2][8][8], right[2][8][8];  // operands of a product of matrices
   char clock[2];
 };
 std::vector<Fiber> fibers;
@@ -332,6 +333,22 @@ uint64_t kf_ballot(int pred, int line) {
   for (int i = 0; i < s.n; ++i)
     if (s.slot[p][i]) m |= 1ull << i;
   return m;
+}
+// Lane l holds row `row` and columns `column`, `column` + 1 of an 8 x 8 matrix, as MLX's steel kernels know them.
+void kf_multiply(float* d, const float* a, const float* b, const float* c, int line) {
+  Simd& s = simdgroups[cur->group];
+  const int half = s.epoch & 1, l = cur->lane;
+  const int row = (l / 4 & 4) + l / 2 % 4, column = (l / 4 & 2) * 2 + l % 2 * 2;
+  for (int e = 0; e < 2; ++e) {
+    s.left[half][row][column + e] = a[e];
+    s.right[half][row][column + e] = b[e];
+  }
+  float sums[2] = {c[0], c[1]};
+  meet(0, line, "simdgroup_multiply_accumulate", false);
+  if (s.n != LANES) fail("simdgroup_multiply_accumulate at line %d in a simdgroup of %d threads", line, s.n);
+  for (int k = 0; k < 8; ++k)
+    for (int e = 0; e < 2; ++e) sums[e] += s.left[half][row][k] * s.right[half][k][column + e];
+  for (int e = 0; e < 2; ++e) d[e] = sums[e];
 }
 uint32_t kf_attribute(int which, int d) {
   uint32_t nt = group_size[0] * group_size[1] * group_size[2];
