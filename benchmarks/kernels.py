@@ -20,8 +20,8 @@ from keyformer import KeyformerProxy
 from keyformer.eviction import walk_mlx
 from keyformer.kernels import decode
 from keyformer.kernels.build import backend
-from keyformer.kernels.cases import Case, make
 from keyformer.kernels.checks import time_decode
+from keyformer.kernels.decode_cases import Case, make
 from keyformer.kernels.measure import Chain, copies, copy_bandwidth, seconds_each
 
 from .harness import Line, skipped

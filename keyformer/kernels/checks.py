@@ -15,7 +15,7 @@ from ..policies import Keyformer, KeyformerProxy, Policy
 from ..ranking import rank_rows
 from . import decode
 from .build import THREADS, build
-from .cases import CASES, QUICK, SIZES, Case, make
+from .decode_cases import CASES, QUICK, SIZES, Case, make
 from .measure import copies, seconds_each
 
 ALLOWED = 1e-5  # of a score, relative above 1: float32 sums in another order, exponentials of another library

@@ -1,4 +1,4 @@
-"""What follows each decode step of `keyformer.kernels.cases` in float64: for array operations, GPU and emulator.
+"""What follows each decode step of `keyformer.kernels.decode_cases` in float64: for array operations, GPU and emulator.
 
 The arithmetic is written from ALGORITHM.md, in loops over heads and rows; it shares no code with `keyformer`.
 """
@@ -13,8 +13,8 @@ import numpy as np
 import oracle
 
 from keyformer import Policy
-from keyformer.kernels.cases import CASES, POLICIES, SIZES, Case, make
 from keyformer.kernels.decode import Outcome, Step
+from keyformer.kernels.decode_cases import CASES, POLICIES, SIZES, Case, make
 from keyformer.scores import Asked
 
 __all__ = ["CASES", "POLICIES", "SIZES", "Case", "Truth", "check", "make", "truth"]

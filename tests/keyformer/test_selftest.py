@@ -17,7 +17,7 @@ import pytest
 from keyformer import selftest
 from keyformer.kernels import checks, decode
 from keyformer.kernels.build import backend
-from keyformer.kernels.cases import CASES, QUICK, SIZES, make
+from keyformer.kernels.decode_cases import CASES, QUICK, SIZES, make
 from keyformer.kernels.measure import copies, copy_bandwidth, seconds_each
 
 on_a_cpu = pytest.mark.skipif(mx.default_device().type == mx.DeviceType.gpu, reason="MLX computes on a GPU here")

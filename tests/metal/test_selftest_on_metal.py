@@ -14,7 +14,7 @@ from emulator import MetalKernel
 
 from keyformer import selftest
 from keyformer.kernels import build, checks, decode
-from keyformer.kernels.cases import CASES, SIZES, Case
+from keyformer.kernels.decode_cases import CASES, SIZES, Case
 from keyformer.policies import KeyformerProxy
 
 pytestmark = pytest.mark.metal
