@@ -11,9 +11,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..eviction import walk_mlx
 from ..policies import Keyformer, KeyformerProxy, Policy
 from ..ranking import rank_rows
-from . import decode
+from ..scores import attention_mass
+from . import decode, insert, prefill, prefill_cases, walk, walk_cases
 from .build import THREADS, build
 from .decode_cases import CASES, QUICK, SIZES, Case, make
 from .measure import copies, seconds_each
@@ -125,7 +127,7 @@ def difference(got: np.ndarray, want: np.ndarray) -> np.ndarray:
     """Element by element, relative where numbers are above 1; infinite where only one of them is a number."""
     with np.errstate(invalid="ignore"):
         far = np.abs(got - want) / np.maximum(1.0, np.abs(want))
-    far = np.where(got == want, 0.0, far)
+    far = np.where((got == want) | (np.isnan(got) & np.isnan(want)), 0.0, far)
     return np.where(np.isnan(far), np.inf, far)
 
 
@@ -155,6 +157,183 @@ _TIMED = {
     )
 }
 
+# -- the prefill kernel ------------------------------------------------------------------------------------------------
+
+
+def compare_prefill(back_end: str, case: prefill_cases.Case) -> Compared:
+    """A prompt chunk through `mass_kernel` beside `attention_mass`, a query at a time."""
+    call = prefill_cases.make(case)
+    got = _prefill_mass(back_end, call)
+    rest: dict[str, Any] = {"noise": call.noise, "tau": call.tau, "weight": call.weight, "sinks": call.sinks}
+    with mx.stream(mx.cpu):
+        want = attention_mass(
+            call.queries,
+            call.keys[:, :, : call.n],
+            call.scale,
+            "causal" if call.causal else None,
+            usable=call.usable,
+            soft_cap=call.soft_cap,
+            tile_bytes=1,
+            **rest,
+        )
+    mine, right = np.array(got), np.array(want)
+    far = difference(mine, right)
+    wrong = ""
+    if far.max() > ALLOWED:
+        b, h, j = (int(i) for i in np.argwhere(far > ALLOWED)[0])
+        wrong = f"seed {case.seed}, sequence {b}, KV head {h}, row {j}: mass {mine[b, h, j]!s}, expected "
+        wrong += str(right[b, h, j])
+    return Compared(case.batch * case.heads, float(far.max()), 0, 0, wrong)
+
+
+def _prefill_mass(back_end: str, call: prefill.Call) -> mx.array:
+    tiles = prefill._tiles(back_end, call.keys.dtype, call.keys.shape[3])
+    headers = prefill._headers(back_end, tiles)
+    kernel = build(back_end, "keyformer_prefill", prefill.INPUTS, prefill.OUTPUTS, prefill.SOURCE, *headers)
+    return prefill.mass_kernel(kernel, tiles, call)
+
+
+def time_prefill(case: prefill_cases.Case, back_end: str, count: int) -> Timing:
+    """The mass of a whole chunk; the queries of one follow from the mass of the one before."""
+    call = prefill_cases.make(case)
+    usable = mx.ones(call.usable.shape, mx.bool_)
+    keys = copies(call.keys, 2)
+
+    def one(i: int, mass: mx.array) -> mx.array:
+        queries = call.queries + (0 * mass[:1, :1, :1, None]).astype(call.queries.dtype)
+        return _prefill_mass(back_end, replace(call, keys=keys[i % len(keys)], queries=queries, usable=usable))
+
+    start = mx.zeros((case.batch, case.heads, case.rows))
+    return Timing(seconds_each(one, start, max(count // 12, 2)), call.keys.nbytes)
+
+
+# -- the walk and the insertion ----------------------------------------------------------------------------------------
+
+
+def compare_walk(back_end: str, case: walk_cases.Case) -> Compared:
+    """A block of new tokens through `walk_kernel` beside `walk_mlx`."""
+    block = walk_cases.make(case)
+    limits = case.budget, case.n_sink, case.recent
+    arguments = block.stored, block.new, block.scores, *limits, block.gumbel, block.taus
+    slots = min(case.prior + case.tokens, case.budget)
+    kernel = build(back_end, "keyformer_walk", walk.INPUTS, walk.OUTPUTS, walk.SOURCE, walk.HEADER)
+    tile = case.tile * 4 * case.rows * (slots + walk._TILE) if case.tile else 1 << 28
+    index, scores = (
+        np.array(a) for a in walk.walk_kernel(kernel, walk._threads(back_end, slots), *arguments, tile_bytes=tile)
+    )
+    with mx.stream(mx.cpu):
+        want_index, want_scores = (np.array(a) for a in walk_mlx(*arguments))
+    worst, wrong, differing, near = 0.0, "", 0, 0
+    for r in range(case.rows):
+        if (index[r] == want_index[r]).all():
+            far = difference(scores[r], want_scores[r])
+            worst = max(worst, float(far.max()))
+            if far.max() > ALLOWED and not wrong:
+                j = int(np.argmax(far > ALLOWED))
+                wrong = f"seed {case.seed}, head {r}, column {index[r, j]}: score {scores[r, j]!s}, expected "
+                wrong += str(want_scores[r, j])
+            continue
+        differing += 1
+        if not case.tie and _closest(case, block, r) < NEAR:
+            near += 1
+        elif not wrong:
+            j = int((index[r] != want_index[r]).argmax())
+            wrong = f"seed {case.seed}, head {r}: kept column {index[r, j]}, expected {want_index[r, j]}"
+    return Compared(case.rows, worst, differing, near, wrong)
+
+
+def _closest(case: walk_cases.Case, block: walk_cases.Block, r: int) -> float:
+    """In float64: how close the two lowest ranks of any of a head's decisions were."""
+    keys = np.concatenate([np.array(a[r].astype(mx.float32), np.float64) for a in (block.stored, block.new)])
+    scores = np.array(block.scores[r], np.float64)
+    noise = None if block.gumbel is None else np.array(block.gumbel[r], np.float64)
+    good, alive, closest = scores != -math.inf, list(range(case.prior)), math.inf
+    if case.prior == 0 and good[0]:
+        scores[0] = 1.0
+    for here, tau in enumerate(block.taus, case.prior):
+        rows = [j for j in alive if good[j]]
+        if good[here] and rows:
+            logits = keys[rows] @ keys[here] / math.sqrt(keys.shape[1])
+            weights = np.exp(logits - logits.max())
+            scores[rows] += weights / weights.sum()
+        alive.append(here)
+        if len(alive) > case.budget:
+            free = [j for j in alive if case.n_sink <= j <= here - case.recent]
+            rank = scores[free] + (0.0 if noise is None else tau * noise[free])
+            rank = np.where(np.isnan(rank), -math.inf, rank)
+            low = np.sort(rank)[:2]
+            if len(low) == 2 and np.isfinite(low).all():
+                closest = min(closest, float((low[1] - low[0]) / max(1.0, abs(low[0]))))
+            alive.remove(free[int(rank.argmin())])
+    return closest
+
+
+def time_walk(case: walk_cases.Case, back_end: str, count: int) -> Timing:
+    """A block into full rows; each begins with the scores that the one before it left."""
+    block = walk_cases.make(case)
+    kernel = build(back_end, "keyformer_walk", walk.INPUTS, walk.OUTPUTS, walk.SOURCE, walk.HEADER)
+    threads, limits = walk._threads(back_end, case.budget), (case.budget, case.n_sink, case.recent)
+
+    def one(i: int, kept: mx.array) -> mx.array:
+        scores = mx.concatenate([kept, block.scores[:, case.prior :]], axis=1)
+        return walk.walk_kernel(kernel, threads, block.stored, block.new, scores, *limits, block.gumbel, block.taus)[1]
+
+    seconds = seconds_each(one, block.scores[:, : case.prior], max(count // 12, 2))
+    return Timing(seconds, (case.prior + case.tokens) * case.rows * case.size * block.new.dtype.size)
+
+
+def compare_insert(back_end: str, case: walk_cases.RowCase) -> Compared:
+    """One new row through `insert_kernel` (or an eviction through `evict_kernel`) beside its array operations."""
+    rows, new, limits = walk_cases.make_row(case)
+    kernels = insert._kernels(back_end)
+    arrival = rows, new, case.token, case.noise_at, case.position
+    if case.evicts:
+        got, index = insert.evict_kernel(kernels[1], rows, limits, case.tau)
+    else:
+        got, index = insert.insert_kernel(kernels, *arrival, limits, case.tau)
+    mx.eval(got, index)
+    with mx.stream(mx.cpu):
+        if case.evicts:
+            joined = rows
+            want, want_index = insert.evict_ops(rows, limits, case.tau)
+        else:
+            joined, _ = insert.insert_ops(*arrival, limits._replace(budget=1 << 30), case.tau)
+            want, want_index = insert.insert_ops(*arrival, limits, case.tau)
+        rank = np.array(joined.scores + case.tau * joined.gumbel)
+    mine, right = np.array(index), np.array(want_index)
+    everything = np.arange(joined.scores.shape[1])
+    worst, wrong, differing, near = 0.0, "", 0, 0
+    for r in range(case.walk.rows):
+        where = f"seed {case.walk.seed}, head {r}"
+        if (mine[r] != right[r]).any():
+            differing += 1
+            gone, lowest = (np.setdiff1d(everything, kept[r]) for kept in (mine, right))
+            if (
+                not case.walk.tie
+                and len(gone) == len(lowest) == 1
+                and 0 <= rank[r, gone[0]] - rank[r, lowest[0]] < NEAR
+            ):
+                near += 1
+            else:
+                wrong = wrong or f"{where}: freed row {gone.tolist()}, expected {lowest.tolist()}"
+            continue
+        for name, one, two in zip(got._fields, got, want, strict=True):
+            if one is None or two is None:
+                continue
+            allowed = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2}.get(one.dtype, ALLOWED)  # of keys that are turned
+            far = difference(*(np.array(a[r].astype(mx.float32)) for a in (one, two)))
+            worst = max(worst, float(far.max()) if allowed == ALLOWED else 0.0)
+            if far.max() > allowed and not wrong:
+                at = tuple(int(i) for i in np.argwhere(far > allowed)[0])
+                wrong = f"{where}, {name} {at}: {one[r][at].item()}, expected {two[r][at].item()}"
+    return Compared(case.walk.rows, worst, differing, near, wrong)
+
+
+_A_CHUNK = prefill_cases.Case(
+    heads=8, group=4, queries=2048, rows=4096, size=128, spare=0, dtype=mx.bfloat16, barred=0.0
+)
+_A_BLOCK = walk_cases.Case(8, 512, 512, 64, 512, 4, 128, dtype=mx.float16)
+
 CHECKS: tuple[Check, ...] = (
     Check(
         "decode",
@@ -162,5 +341,27 @@ CHECKS: tuple[Check, ...] = (
         QUICK,
         compare_decode,
         {name: partial(time_decode, case) for name, case in _TIMED.items()},
+    ),
+    Check(
+        "prefill",
+        # of queries with logits beyond float32 the definition leaves out more than the kernel
+        {name: case for name, case in prefill_cases.CASES.items() if not case.overflow},
+        ("every axis differs", "bfloat16", "float16", "group of 3", "gumbel", "gaussian, frozen", "everything"),
+        compare_prefill,
+        {"a chunk, 8 x 4 x 2048 queries, 4096 rows of 128, bfloat16": partial(time_prefill, _A_CHUNK)},
+    ),
+    Check(
+        "walk",
+        walk_cases.CASES,
+        ("noise", "no noise", "nothing stored", "in tiles", "bad keys", "ties", "bfloat16", "several rows a thread"),
+        compare_walk,
+        {"512 tokens, 8 x 512 x 64 float16": partial(time_walk, _A_BLOCK)},
+    ),
+    Check(
+        "insert",
+        walk_cases.ROW_CASES,
+        ("noise", "turned", "odd sizes", "bad keys", "ties", "bfloat16, turned", "one eviction, turned"),
+        compare_insert,
+        {},
     ),
 )

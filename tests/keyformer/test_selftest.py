@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from keyformer import selftest
-from keyformer.kernels import checks, decode
+from keyformer.eviction import walk_mlx
+from keyformer.kernels import checks, decode, insert, prefill, walk
 from keyformer.kernels.build import backend
 from keyformer.kernels.decode_cases import CASES, QUICK, SIZES, make
 from keyformer.kernels.measure import copies, copy_bandwidth, seconds_each
+from keyformer.scores import attention_mass
 
 on_a_cpu = pytest.mark.skipif(mx.default_device().type == mx.DeviceType.gpu, reason="MLX computes on a GPU here")
 
@@ -120,6 +122,80 @@ def test_another_choice_is_wrong_unless_it_is_a_tie(monkeypatch: pytest.MonkeyPa
     assert "freed slot 99 (of 40 rows)" in outside.wrong
 
 
+PREFILL, WALK, INSERT = checks.CHECKS[1:]
+
+
+@pytest.fixture
+def definitions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The other kernels are their definitions; what is in the dictionary under a kernel's name changes its outcome."""
+    changes: dict[str, Any] = {}
+
+    def mass(kernel: Any, tiles: Any, call: prefill.Call) -> mx.array:
+        arguments = call.queries, call.keys[:, :, : call.n], call.scale, "causal" if call.causal else None
+        rest = {"usable": call.usable, "noise": call.noise, "tau": call.tau, "weight": call.weight}
+        out = attention_mass(*arguments, **rest, sinks=call.sinks, soft_cap=call.soft_cap, tile_bytes=1)
+        return changes.get("prefill", lambda a: a)(out)
+
+    def walked(kernel: Any, threads: int, *arguments: Any, tile_bytes: int = 0) -> Any:
+        return changes.get("walk", lambda *a: a)(*walk_mlx(*arguments))
+
+    def inserted(kernels: Any, *arguments: Any) -> Any:
+        return changes.get("insert", lambda *a: a)(*insert.insert_ops(*arguments))
+
+    monkeypatch.setattr(checks, "build", lambda *text: None)
+    monkeypatch.setattr(insert, "_kernels", lambda back_end: (None, None))
+    monkeypatch.setattr(prefill, "mass_kernel", mass)
+    monkeypatch.setattr(walk, "walk_kernel", walked)
+    monkeypatch.setattr(insert, "insert_kernel", inserted)
+    monkeypatch.setattr(insert, "evict_kernel", lambda kernel, *arguments: insert.evict_ops(*arguments))
+    return changes
+
+
+@pytest.mark.parametrize("check", checks.CHECKS[1:], ids=lambda check: check.name)
+def test_every_definition_agrees_with_itself(check: checks.Check, definitions: dict[str, Any]) -> None:
+    report = selftest.examine(check, "metal", quick=False)
+    assert (report.failed, report.worst, report.differing) == ([], 0.0, 0)
+    assert report.cases == len(check.cases) and set(check.quick) <= set(check.cases)
+
+
+def test_a_wrong_mass_of_a_prompt_is_named(definitions: dict[str, Any]) -> None:
+    definitions["prefill"] = lambda mass: mx.concatenate([mass[..., :4], mass[..., 4:5] + 0.5, mass[..., 5:]], axis=-1)
+    wrong = PREFILL.compare("metal", PREFILL.cases["group of 3"]).wrong
+    assert wrong.startswith("seed 0, sequence 0, KV head 0, row 4: mass ")
+
+
+def test_a_wrong_walk_is_named_unless_a_decision_was_close(
+    definitions: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    definitions["walk"] = lambda index, scores: (index, scores + 1e-4)
+    assert WALK.compare("metal", WALK.cases["noise"]).wrong.startswith("seed 0, head 0, column 0: score ")
+
+    def other(index: mx.array, scores: mx.array) -> Any:
+        return mx.concatenate([index[:, :-1], index[:, -1:] + mx.array([[0], [1], [0]])], axis=1), scores
+
+    definitions["walk"] = other
+    one = WALK.compare("metal", WALK.cases["noise"])
+    assert (one.differing, one.near) == (1, 0) and one.wrong == "seed 0, head 1: kept column 121, expected 120"
+    monkeypatch.setattr(checks, "NEAR", 1e9)
+    one = WALK.compare("metal", WALK.cases["noise"])
+    assert (one.differing, one.near, one.wrong) == (1, 1, "")
+    assert WALK.compare("metal", WALK.cases["ties"]).wrong  # equal ranks: the lowest position, exactly
+
+
+def test_a_wrong_insertion_is_named(definitions: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    definitions["insert"] = lambda rows, index: (rows._replace(values=rows.values + 0.01), index)
+    wrong = INSERT.compare("metal", INSERT.cases["noise"]).wrong
+    assert wrong.startswith("seed 0, head 0, values (0, 0): ")
+    definitions["insert"] = lambda rows, index: (rows, index + (mx.arange(41) == 7))
+    one = INSERT.compare("metal", INSERT.cases["within the budget"])
+    assert one.differing == 3 and one.wrong.startswith("seed 0, head 0: freed row [7], expected []")
+    definitions["insert"] = lambda rows, index: (rows, index - (index == index[:, 20:21]))
+    one = INSERT.compare("metal", INSERT.cases["noise"])
+    assert one.differing == 3 and ", head 0: freed row [" in one.wrong
+    monkeypatch.setattr(checks, "NEAR", 1e9)
+    assert INSERT.compare("metal", INSERT.cases["noise"]).differing == 3
+
+
 def test_a_kernel_that_does_not_run_is_a_failed_case(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("[metal::Device] Unable to build metal library from source")
@@ -155,8 +231,8 @@ def test_end_to_end_notices_other_rows_and_logits(monkeypatch: pytest.MonkeyPatc
 
 def test_the_small_model_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or it could show nothing."""
-    for name, (policy, prefill) in selftest.END_TO_END.items():
-        kept, _ = selftest._generate(selftest._model(), policy, prefill, (61, 40))
+    for name, (policy, when) in selftest.END_TO_END.items():
+        kept, _ = selftest._generate(selftest._model(), policy, when, (61, 40))
         assert all(rows.shape == (2, 24) for layer in kept for rows in layer), name
         assert len({rows.tobytes() for layer in kept for rows in layer}) == 4, name
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +14,18 @@ import pytest
 from emulator import MetalKernel
 
 from keyformer import selftest
-from keyformer.kernels import build, checks, decode
-from keyformer.kernels.decode_cases import CASES, SIZES, Case
+from keyformer.kernels import build, checks, decode, insert, prefill, prefill_cases, walk, walk_cases
+from keyformer.kernels.decode_cases import CASES, Case
 from keyformer.policies import KeyformerProxy
 
 pytestmark = pytest.mark.metal
 
-NAMES = ("keyformer", "h2o, window", "proxy", "bfloat16", "ties, proxy", "33 rows, keyformer")
+NAMES = {
+    "decode": ("keyformer", "h2o, window", "proxy", "bfloat16", "ties, proxy", "33 rows, keyformer"),
+    "prefill": ("every axis differs", "gumbel", "deaf queries"),
+    "walk": ("noise", "bad keys", "ties"),
+    "insert": ("noise", "turned", "one eviction"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -35,16 +41,26 @@ def a_mac(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(build, "THREADS", {"metal": 64})
     monkeypatch.setattr(decode, "THREADS", {"metal": 64})
     monkeypatch.setattr(checks, "THREADS", {"metal": 64})
-    monkeypatch.setattr(decode, "_serves", {})
-    timed = Case(KeyformerProxy(), rows=(64,), recents=(16,), heads=1, group=1, size=16, spare=0, dtype=mx.float16)
-    (check,) = selftest.CHECKS
-    fewer = replace(
-        check,
-        cases={name: (CASES | SIZES)[name] for name in NAMES},
-        quick=NAMES[:3],
-        timings={"small": lambda back_end, count: checks.time_decode(timed, back_end, count)},
-    )
-    monkeypatch.setattr(selftest, "CHECKS", (fewer,))
+    monkeypatch.setattr(walk, "_SIZES", {"metal": ((64, 8),)})
+    for module in (decode, insert, prefill, walk):
+        monkeypatch.setattr(module, "_serves", {})
+    timed = {
+        "decode": partial(
+            checks.time_decode, Case(KeyformerProxy(), (64,), 1, 1, 16, 0, dtype=mx.float16, recents=(16,))
+        ),
+        "prefill": partial(checks.time_prefill, prefill_cases.Case(queries=9, rows=12, spare=0)),
+        "walk": partial(checks.time_walk, walk_cases.Case(2, 24, 9, 8, 24)),
+    }
+    fewer = [
+        replace(
+            check,
+            cases={name: case for name, case in check.cases.items() if name in NAMES[check.name]},
+            quick=NAMES[check.name][:3],
+            timings={"small": timed[check.name]} if check.timings else {},
+        )
+        for check in selftest.CHECKS
+    ]
+    monkeypatch.setattr(selftest, "CHECKS", tuple(fewer))
     monkeypatch.setattr(selftest, "END_TO_END", {"keyformer": selftest.END_TO_END["keyformer"]})
     build.build.cache_clear()
     yield
@@ -61,6 +77,9 @@ def test_all_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert lines[5].startswith("  small: ") and lines[5].endswith(" times that")
     assert lines[-1] == "All good."
     content = json.loads(file.read_text())
+    assert [(name, kernel["cases"], kernel["failed"]) for name, kernel in content["kernels"].items()] == [
+        (name, len(names), []) for name, names in NAMES.items()
+    ]
     report = content["kernels"]["decode"]
     assert (report["cases"], report["failed"], report["differing"]) == (6, [], 0)
     assert 0 < report["worst"] < checks.ALLOWED
