@@ -125,7 +125,7 @@ def difference(got: np.ndarray, want: np.ndarray) -> np.ndarray:
     """Element by element, relative where numbers are above 1; infinite where only one of them is a number."""
     with np.errstate(invalid="ignore"):
         far = np.abs(got - want) / np.maximum(1.0, np.abs(want))
-    far = np.where(got == want, 0.0, far)
+    far = np.where((got == want) | (np.isnan(got) & np.isnan(want)), 0.0, far)
     return np.where(np.isnan(far), np.inf, far)
 
 
