@@ -27,7 +27,7 @@ def lines(
         "RotatingKVCache": models.rotating(model, batch, budget),
     }
     caches |= {f"ours, {name}": models.ours(model, batch, budget, name) for name in policies}
-    modes = {"piped": piped, "synced": synced}
+    modes: dict[str, Mode] = {"piped": piped, "synced": synced}
     times = measured(model, batch, caches, rounds, tokens, modes)
     for name, arm in caches.items():
         line: Line = {"batch": batch, "context": context, "budget": budget, "cache": name}
