@@ -53,7 +53,7 @@ def walk_on_device(
         scores: [R, m + S] float32.
         gumbel: [R, m + S] float32, or None.
         temperatures: tau at each of the S decisions; unused without `gumbel`.
-        tile_bytes: bound on float32 logits at once.
+        tile_bytes: bound on float32 logits at once, of two tiles of tokens.
 
     Returns:
         indices [R, min(m + S, budget)] int32 and scores, as `eviction.walk`.
@@ -61,7 +61,7 @@ def walk_on_device(
     rows = stored, new, scores, budget, n_sink, recent
     back_end = backend()
     slots = min(scores.shape[1], budget)
-    if back_end is None or new.shape[1] == 0 or unsupported(back_end, slots):
+    if back_end is None or new.size == 0 or unsupported(back_end, slots):
         return walk_mlx(*rows, gumbel, temperatures)
     threads = _threads(back_end, slots)
     kernel = build(back_end, "keyformer_walk", INPUTS, OUTPUTS, SOURCE, HEADER)
@@ -143,7 +143,7 @@ def walk_kernel(
     (R, m, D), S = stored.shape, new.shape[1]
     slots = min(m + S, budget)
     per_thread, columns = variant or (-(-slots // threads), _columns(slots, S))
-    tile = max(1, min(S, columns - slots, _TILE, tile_bytes // (4 * R * (slots + _TILE))))
+    tile = max(1, min(S, columns - slots, _TILE, tile_bytes // (8 * R * (slots + _TILE))))
     keys = mx.concatenate([stored, new], axis=1) if m else new
     taus = None if gumbel is None else mx.array(list(temperatures), mx.float32)
     index = mx.broadcast_to(mx.arange(m, dtype=mx.int32), (R, m))
@@ -161,9 +161,9 @@ def walk_kernel(
                 label,
                 scores if gumbel is None else gumbel,
                 scores if taus is None else taus[first - m : last - m],
-                _numbers(prior, T, budget, n_sink, recent, first, D**-0.5 / math.log(2)),
+                _numbers(prior, T, slots, min(n_sink, slots), min(recent, slots), first, D**-0.5 / math.log(2)),
             ],
-            output_shapes=[(R, min(prior + T, budget))] * 2,
+            output_shapes=[(R, min(prior + T, slots))] * 2,
             output_dtypes=[mx.int32, mx.float32],
             grid=(R * threads, 1, 1),
             threadgroup=(threads, 1, 1),
@@ -174,7 +174,7 @@ def walk_kernel(
                 ("NOISE", gumbel is not None),
             ],
         )
-        if last < m + S:  # one tile's logits at a time are waited for, one's are there
+        if last < m + S:  # no more than two tiles' logits are there at once
             mx.async_eval(index, kept)
             mx.eval(before)
     return index, kept
