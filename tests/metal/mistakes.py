@@ -233,8 +233,8 @@ WALK_MISTAKES: dict[str, Mistake] = {
     "counts of the simdgroup itself": _refused(
         "for (int g = 0; g < sg; ++g) at", "for (int g = 0; g <= sg; ++g) at", "beyond an output"
     ),
-    "scores of another head": _source("row0 = size_t(row) * size_t(all);", "row0 = 0;", "noise"),
-    "logits of another head": _source("line0 = size_t(row) *", "line0 = size_t(0) *", "noise"),
+    "scores of another head": _source("= scores + size_t(row) * size_t(all);", "= scores;", "noise"),
+    "logits of another head": _source("logits + size_t(row) *", "logits + size_t(0) *", "noise"),
     "the budget and one": _refused("full = here + 1 > budget", "full = here > budget", "beyond an output"),
     "a newcomer in the wrong place": _source(
         "i == here / THREADS", "i == (here + 1) / THREADS", "several rows a thread, from nothing"
@@ -278,15 +278,13 @@ WALK_MISTAKES: dict[str, Mistake] = {
     "temperature of the next token": _source(
         "coming_tau = taus[after];", "coming_tau = taus[min(after + 1, final)];", "noise"
     ),
-    "noise of the column": _source("noise0 + size_t(label[row0 + size_t(j)])", "noise0 + size_t(j)", "in tiles"),
-    "the newcomer's noise is the next one's": _source(
-        "noise[fresh0 + size_t(after)]", "noise[fresh0 + size_t(t)]", "noise"
-    ),
-    "noise of another head": _source("noise0 = size_t(row) * size_t(noise_shape[1])", "noise0 = 0", "noise"),
+    "noise of the column": _source("noises[label[row0 + size_t(j)]]", "noises[j]", "in tiles"),
+    "the newcomer's noise is the next one's": _source("noises[first + after]", "noises[first + t]", "noise"),
+    "noise of another head": _source("noise + size_t(row) * size_t(numbers[7])", "noise", "noise"),
     # mass
-    "logits of a token too early": _source("min(t + 3, final)) * size_t(all);", "min(t + 2, final)) * size_t(all);"),
+    "logits of a token too early": _source("ahead = min(t + 3, final)", "ahead = min(t + 2, final)"),
     "the newcomer's logits of a token too early": _source(
-        "min(t + 2, final)) * size_t(all) + fresh", "min(t + 1, final)) * size_t(all) + fresh"
+        "min(t + 2, final) * all + fresh", "min(t + 1, final) * all + fresh"
     ),
     "the newcomer's second logits": _source("second[i] = new_second;", "second[i] = new_next;", "noise"),
     "the newcomer's third logits": _source("third[i] = new_third;", "third[i] = 0.5f * new_third;", "noise"),
@@ -312,7 +310,7 @@ WALK_MISTAKES: dict[str, Mistake] = {
     ),
     "a bad stored key takes mass": _source("if (score[i] != -INFINITY) {", "if (there) {", "bad keys"),
     "a bad stored key takes mass later": _source(
-        "score[i] != -INFINITY ? logits[ahead", "column[i] != FAR ? logits[ahead", "bad keys"
+        "score[i] != -INFINITY ? line[ahead", "column[i] != FAR ? line[ahead", "bad keys"
     ),
     "a bad new key takes mass": _source(
         "new_next = asks ? keyformer_logit(coming_next) : -INFINITY",
