@@ -256,14 +256,15 @@ def _choose(
     tau: float,
     threads: int,
 ) -> tuple[Rows, mx.array]:
-    R, _, D = rows.keys.shape
+    R, n, D = rows.keys.shape
     share = max(32, 32 * -(-R * n_kept // (32 * _BLOCKS)))  # rows that a threadgroup moves
     shares = -(-n_kept // share)
     # what is left out is read by no thread; any array stands in its place
     plain, new_plain, tables = rows.scores, rows.scores, (rows.scores, rows.scores)
     if rows.unrotated is not None:
         plain, new_plain = rows.unrotated, rows.unrotated if new.unrotated is None else new.unrotated
-        tables = _label_turns(limits.budget if logits is not None else n_kept, D, limits.rope_base)
+        if n + (logits is not None) > n_kept:
+            tables = _label_turns(n_kept, D, limits.rope_base)
     small = (R, n_kept)
     shapes = [(*small, D), (*small, rows.values.shape[2]), small, small, small, small]
     keys, values, scores, gumbel, positions, index, turned = kernel(
@@ -276,7 +277,7 @@ def _choose(
             new.gumbel,
             new_plain,
             *tables,
-            _integers(*arrival, limits.n_sink, limits.recent, _bits(tau)),
+            _integers(*arrival, min(limits.n_sink, n), min(limits.recent, n), _bits(tau)),
             _integers(n_kept, share, shares),
         ],
         output_shapes=[*shapes, (1,) if rows.unrotated is None else shapes[0]],

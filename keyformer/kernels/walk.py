@@ -53,7 +53,7 @@ def walk_on_device(
         scores: [R, m + S] float32.
         gumbel: [R, m + S] float32, or None.
         temperatures: tau at each of the S decisions; unused without `gumbel`.
-        tile_bytes: bound on float32 logits at once.
+        tile_bytes: bound on float32 logits at once, of two tiles of tokens.
 
     Returns:
         indices [R, min(m + S, budget)] int32 and scores, as `eviction.walk`.
@@ -61,7 +61,7 @@ def walk_on_device(
     rows = stored, new, scores, budget, n_sink, recent
     back_end = backend()
     slots = min(scores.shape[1], budget)
-    if back_end is None or new.shape[1] == 0 or unsupported(back_end, slots):
+    if back_end is None or new.size == 0 or unsupported(back_end, slots):
         return walk_mlx(*rows, gumbel, temperatures)
     threads = _threads(back_end, slots)
     kernel = build(back_end, "keyformer_walk", INPUTS, OUTPUTS, SOURCE, HEADER)
@@ -143,9 +143,11 @@ def walk_kernel(
     (R, m, D), S = stored.shape, new.shape[1]
     slots = min(m + S, budget)
     per_thread, columns = variant or (-(-slots // threads), _columns(slots, S))
-    tile = max(1, min(S, columns - slots, _TILE, tile_bytes // (4 * R * (slots + _TILE))))
+    tile = max(1, min(S, columns - slots, _TILE, tile_bytes // (8 * R * (slots + _TILE))))
     keys = mx.concatenate([stored, new], axis=1) if m else new
     taus = None if gumbel is None else mx.array(list(temperatures), mx.float32)
+    frozen = _in_device_memory(scores if gumbel is None else gumbel)
+    (scale,) = struct.unpack("<i", struct.pack("<f", D**-0.5 / math.log(2)))  # a float32's bits
     index = mx.broadcast_to(mx.arange(m, dtype=mx.int32), (R, m))
     kept = scores[:, :m]
     for first in range(m, m + S, tile):
@@ -156,14 +158,14 @@ def walk_kernel(
         before = kept, index
         index, kept = kernel(
             inputs=[
-                rows[:, prior:] @ rows.swapaxes(1, 2),
-                mx.concatenate([kept, scores[:, first:last]], axis=1),
+                _in_device_memory(rows[:, prior:] @ rows.swapaxes(1, 2)),
+                _in_device_memory(mx.concatenate([kept, scores[:, first:last]], axis=1)),
                 label,
-                scores if gumbel is None else gumbel,
+                frozen,
                 scores if taus is None else taus[first - m : last - m],
-                _numbers(prior, T, budget, n_sink, recent, first, D**-0.5 / math.log(2)),
+                mx.array([prior, T, slots, min(n_sink, slots), min(recent, slots), first, scale, m + S], mx.int32),
             ],
-            output_shapes=[(R, min(prior + T, budget))] * 2,
+            output_shapes=[(R, min(prior + T, slots))] * 2,
             output_dtypes=[mx.int32, mx.float32],
             grid=(R * threads, 1, 1),
             threadgroup=(threads, 1, 1),
@@ -174,16 +176,15 @@ def walk_kernel(
                 ("NOISE", gumbel is not None),
             ],
         )
-        if last < m + S:  # one tile's logits at a time are waited for, one's are there
+        if last < m + S:  # no more than two tiles' logits are there at once
             mx.async_eval(index, kept)
             mx.eval(before)
     return index, kept
 
 
-def _numbers(*numbers: float) -> mx.array:
-    """Integers and, at the end, one float32's bits: fewer than 8, so that they go into a GPU's constant memory."""
-    *integers, scale = numbers
-    return mx.array([*integers, *struct.unpack("<i", struct.pack("<f", scale))], mx.int32)
+def _in_device_memory(a: mx.array) -> mx.array:
+    """What the kernel has pointers to must not be so small that it goes into Metal's constant memory."""
+    return a if a.size >= 8 else mx.concatenate([a.reshape(-1), mx.zeros((8,), a.dtype)])
 
 
 INPUTS = ("logits", "scores", "label", "noise", "taus", "numbers")
@@ -201,7 +202,7 @@ inline float keyformer_logit(float x) { return x > -INFINITY ? min(x, 3.40282346
 # over rows that were alive a token earlier and the newcomers since: never above 1. Where too little of a sum is left,
 # it is made again.
 # `numbers`: rows alive at first, tokens, budget, sinks, recent rows, the first token's label, the scale of the
-# products' exponentials (base 2).
+# products' exponentials (base 2), and how many rows of a head there is noise for.
 SOURCE = """
   constexpr int NSG = THREADS / 32, FAR = 0x7fffffff;
   constexpr float LOWEST = -3.402823466e+38f;
@@ -219,9 +220,11 @@ SOURCE = """
   const int row = int(threadgroup_position_in_grid.x);
   const int prior = numbers[0], tokens = numbers[1], budget = numbers[2], n_sink = numbers[3], recent = numbers[4];
   const float scale = as_type<float>(int(numbers[6]));
-  const int all = prior + tokens, final = tokens - 1;
-  const size_t line0 = size_t(row) * size_t(tokens) * size_t(all), row0 = size_t(row) * size_t(all);
-  const size_t noise0 = size_t(row) * size_t(noise_shape[1]), fresh0 = noise0 + size_t(numbers[5]);
+  const int all = prior + tokens, final = tokens - 1, first = numbers[5];
+  const device float* line = logits + size_t(row) * size_t(tokens) * size_t(all);
+  const device float* start = scores + size_t(row) * size_t(all);
+  const device float* noises = noise + size_t(row) * size_t(numbers[7]);
+  const size_t row0 = size_t(row) * size_t(all);
 
   int column[PER];
   float score[PER], frozen[PER], e[PER], next[PER], second[PER], third[PER];  // logits of tokens t + 1 to t + 3
@@ -229,25 +232,25 @@ SOURCE = """
     const int j = i * THREADS + tid;
     const bool there = j < prior;
     column[i] = there ? j : FAR;
-    score[i] = there ? scores[row0 + size_t(j)] : -INFINITY;
-    frozen[i] = NOISE && there ? noise[noise0 + size_t(label[row0 + size_t(j)])] : 0.0f;
+    score[i] = there ? start[j] : -INFINITY;
+    frozen[i] = NOISE && there ? noises[label[row0 + size_t(j)]] : 0.0f;
     e[i] = 0.0f;
     next[i] = second[i] = third[i] = -INFINITY;
     if (score[i] != -INFINITY) {  // a bad row takes no mass, and neither does an empty place
-      next[i] = keyformer_logit(logits[line0 + size_t(j)]);
-      second[i] = keyformer_logit(logits[line0 + size_t(min(1, final)) * size_t(all) + size_t(j)]);
-      third[i] = logits[line0 + size_t(min(2, final)) * size_t(all) + size_t(j)];
+      next[i] = keyformer_logit(line[j]);
+      second[i] = keyformer_logit(line[min(1, final) * all + j]);
+      third[i] = line[min(2, final) * all + j];
     }
   }
   // the newcomer of token t, and that of t + 1
   float new_score = 0.0f, new_frozen = 0.0f, new_next = 0.0f, new_second = 0.0f, new_third = 0.0f, tau = 0.0f;
-  float coming_score = scores[row0 + size_t(prior)], coming_frozen = 0.0f, coming_tau = 0.0f;
-  float coming_next = logits[line0 + size_t(min(1, final)) * size_t(all) + size_t(prior)];
-  float coming_second = logits[line0 + size_t(min(2, final)) * size_t(all) + size_t(prior)];
-  float coming_third = logits[line0 + size_t(min(3, final)) * size_t(all) + size_t(prior)];
+  float coming_score = start[prior], coming_frozen = 0.0f, coming_tau = 0.0f;
+  float coming_next = line[min(1, final) * all + prior];
+  float coming_second = line[min(2, final) * all + prior];
+  float coming_third = line[min(3, final) * all + prior];
   if (prior == 0 && coming_score != -INFINITY) coming_score = 1.0f;  // the first row of all
   if (NOISE) {
-    coming_frozen = noise[fresh0];
+    coming_frozen = noises[first];
     coming_tau = taus[0];
   }
 
@@ -257,16 +260,14 @@ SOURCE = """
     if (t >= 0) {
       const int here = prior + t, after = min(t + 1, final);
       // asked for now, used in the next turn
-      const size_t ahead = line0 + size_t(min(t + 3, final)) * size_t(all);
-      for (int i = 0; i < PER; ++i)
-        third[i] = score[i] != -INFINITY ? logits[ahead + size_t(column[i])] : -INFINITY;
-      const size_t fresh = size_t(prior + after);
-      coming_score = scores[row0 + fresh];
-      coming_next = logits[line0 + size_t(min(t + 2, final)) * size_t(all) + fresh];
-      coming_second = logits[ahead + fresh];
-      coming_third = logits[line0 + size_t(min(t + 4, final)) * size_t(all) + fresh];
+      const int ahead = min(t + 3, final) * all, fresh = prior + after;
+      for (int i = 0; i < PER; ++i) third[i] = score[i] != -INFINITY ? line[ahead + column[i]] : -INFINITY;
+      coming_score = start[fresh];
+      coming_next = line[min(t + 2, final) * all + fresh];
+      coming_second = line[ahead + fresh];
+      coming_third = line[min(t + 4, final) * all + fresh];
       if (NOISE) {
-        coming_frozen = noise[fresh0 + size_t(after)];
+        coming_frozen = noises[first + after];
         coming_tau = taus[after];
       }
 
@@ -321,7 +322,8 @@ SOURCE = """
       for (int width = 1; width < NSG; width *= 2)
         for (int g = 0; g + width < NSG; g += 2 * width) {
           const int o = g + width;
-          const bool less = best[o] < best[g] || (best[o] == best[g] && gone[o] < gone[g]);
+          const int before = int(best[o] == best[g]) & int(gone[o] < gone[g]);
+          const bool less = (int(best[o] < best[g]) | before) != 0;  // without a branch
           best[g] = less ? best[o] : best[g];
           gone_e[g] = less ? gone_e[o] : gone_e[g];
           gone[g] = less ? gone[o] : gone[g];

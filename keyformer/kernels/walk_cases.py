@@ -30,12 +30,13 @@ class Case:
     noise: bool = True
     width: float = 1.0
     dtype: mx.Dtype = mx.float32
-    bad: bool = False
+    bad: int = 0
     bad_token: bool = False  # the third new one alone
     tie: bool = False
     shout: float = 0.0
     overflow: bool = False
     nan_score: bool = False
+    nan_key: bool = False  # in a row whose score does not say so: it takes no mass
     tile: int = 0  # tokens of a tile, 0: as many as there are
     seed: int = 0
 
@@ -64,17 +65,19 @@ CASES: dict[str, Case] = {
     "in tiles": Case(tile=16),
     "in tiles of one": Case(tile=1, tokens=23),
     "in tiles, from nothing": Case(tile=9, prior=0, budget=31),
-    "bad keys": Case(bad=True),
-    "bad keys, nothing stored": Case(bad=True, prior=0, noise=False, recent=0),
-    "bad keys, in tiles": Case(bad=True, tile=11),
+    "bad keys": Case(bad=5),
+    "bad keys, nothing stored": Case(bad=5, prior=0, noise=False, recent=0),
+    "bad keys all along": Case(bad=60, noise=False, recent=0),
+    "bad keys, in tiles": Case(bad=5, tile=11),
     "a score that is no number": Case(nan_score=True),
+    "a logit that is no number": Case(nan_key=True, noise=False),
     "ties": Case(tie=True, noise=False),
     "ties, no recent rows": Case(tie=True, noise=False, recent=0, n_sink=0),
     "ties among several rows a thread": Case(tie=True, noise=False, prior=300, budget=300, tokens=40, rows=2, size=8),
     "logits far apart": Case(width=16.0, size=4, noise=False, recent=3),
     "logits far apart, noise": Case(width=16.0, size=4),
-    "rows that took most of the mass go": Case(shout=14.5, size=4, recent=0, budget=20, prior=8),
-    "rows far above all others go": Case(shout=40.0, size=4, recent=0, budget=20, prior=8),
+    "rows that took most of the mass go": Case(shout=14.5, size=4, noise=False, recent=0, budget=20, prior=20),
+    "rows far above all others go": Case(shout=400.0, size=4, noise=False, recent=0, budget=20, prior=20),
     "logits leave float32": Case(overflow=True, noise=False),
     "float16": Case(dtype=mx.float16, size=64),
     "bfloat16": Case(dtype=mx.bfloat16, size=64),
@@ -116,10 +119,12 @@ def make(case: Case) -> Block:
     scores[:, m:] = 0.0
     if case.nan_score:
         scores[:, [m // 2, m // 3]] = math.nan
+    if case.nan_key:
+        keys[:, m // 2, 1] = math.nan
     if case.bad:
         for r in range(case.rows):
-            spoilt = rng.permutation(n)[:5]
-            keys[r, spoilt, 1] = [math.nan, math.inf, -math.inf, math.nan, math.inf]
+            spoilt = rng.permutation(n)[: case.bad]
+            keys[r, spoilt, 1] = rng.choice([math.nan, math.inf, -math.inf], case.bad)
             scores[r, spoilt] = -math.inf
     if case.bad_token:
         keys[:, m + 2, 3], scores[:, m + 2] = math.inf, -math.inf
@@ -153,7 +158,7 @@ class RowCase:
 
 
 ROW_CASES: dict[str, RowCase] = {
-    "noise": RowCase(),
+    "noise": RowCase(tau=0.25),
     "no noise": RowCase(tau=0.0),
     "no recent rows": RowCase(Case(tokens=5, recent=0), tau=0.0),
     "a new row that goes": RowCase(Case(tokens=5, recent=0, n_sink=49), tau=0.0),
@@ -170,13 +175,15 @@ ROW_CASES: dict[str, RowCase] = {
     "one head, one stored row": RowCase(Case(rows=1, tokens=9, prior=1, budget=3, n_sink=0, recent=0)),
     "several rows a thread": RowCase(Case(tokens=5, prior=300, budget=300, rows=2, recent=60)),
     "many heads": RowCase(Case(rows=301, tokens=2, prior=40, budget=40, size=4), token=1, values=4),
-    "bad keys": RowCase(Case(tokens=5, bad=True, seed=1)),
+    "bad keys": RowCase(Case(tokens=5, bad=5, seed=1)),
     "a bad new key": RowCase(Case(tokens=5, bad_token=True), tau=0.0),
-    "bad keys, turned": RowCase(Case(tokens=5, bad=True, seed=1), turns=True),
+    "bad keys, turned": RowCase(Case(tokens=5, bad=5, seed=1), turns=True),
     "a score that is no number": RowCase(Case(tokens=5, nan_score=True)),
+    "a logit that is no number": RowCase(Case(tokens=5, nan_key=True), tau=0.0),
     "ties": RowCase(Case(tokens=5, tie=True), tau=0.0),
+    "ties among several rows a thread": RowCase(Case(tokens=5, tie=True, prior=300, budget=300), tau=0.0),
     "logits far apart": RowCase(Case(tokens=5, width=16.0, size=4), tau=0.0),
-    "logits leave float32": RowCase(Case(tokens=5, overflow=True), tau=0.0),
+    "logits leave float32": RowCase(Case(tokens=5, overflow=True), token=0, tau=0.0),
     "one eviction": RowCase(evicts=True),
     "one eviction, turned": RowCase(turns=True, evicts=True),
     "one eviction, ties": RowCase(Case(tokens=5, tie=True), tau=0.0, evicts=True),

@@ -52,7 +52,7 @@ def test_the_walks_kernel_against_float64(case: Case) -> None:
         back_end, "keyformer_walk", walk_module.INPUTS, walk_module.OUTPUTS, walk_module.SOURCE, walk_module.HEADER
     )
     slots = min(case.prior + case.tokens, case.budget)
-    most = case.tile * 4 * case.rows * (slots + walk_module._TILE) if case.tile else 1 << 28
+    most = case.tile * 8 * case.rows * (slots + walk_module._TILE) if case.tile else 1 << 28
     rows = block.stored, block.new, block.scores, *limits_of(case), block.gumbel, block.taus, most
     for threads in (64, 128, 256):
         assert check(case, true, *walk_module.walk_kernel(kernel, threads, *rows)) == 0

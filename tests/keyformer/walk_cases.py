@@ -37,6 +37,12 @@ def truth(case: Case, block: Block) -> list[Kept]:
     return [_walk(case, keys[r], start[r].copy(), None if g is None else g[r], block.taus) for r in range(case.rows)]
 
 
+def _weights(keys: np.ndarray, key: np.ndarray) -> np.ndarray:
+    logits = np.clip(keys @ key, -MOST, MOST) / math.sqrt(len(key))
+    logits = np.where(np.isnan(logits), -math.inf, logits)
+    return np.asarray(np.exp(logits - logits.max()))
+
+
 def _walk(case: Case, keys: np.ndarray, scores: np.ndarray, g: np.ndarray | None, taus: list[float]) -> Kept:
     alive, margin = list(range(case.prior)), math.inf
     good = scores != -math.inf
@@ -46,8 +52,7 @@ def _walk(case: Case, keys: np.ndarray, scores: np.ndarray, g: np.ndarray | None
         here = case.prior + t
         rows = np.array([j for j in alive if good[j]], int)
         if good[here] and len(rows):
-            logits = np.clip(keys[rows] @ keys[here], -MOST, MOST) / math.sqrt(keys.shape[1])
-            weights = np.exp(logits - logits.max())
+            weights = _weights(keys[rows], keys[here])
             scores[rows] += weights / weights.sum()
         alive.append(here)
         if len(alive) > case.budget:
@@ -103,8 +108,7 @@ def check_row(case: RowCase, rows: Rows, new: Arrivals, limits: Limits, after: R
         good = scores != -math.inf
         if not case.evicts and good[-1] and good[:-1].any():
             rows_ = np.flatnonzero(good[:-1])
-            logits = np.clip(keys[rows_] @ keys[-1], -MOST, MOST) / math.sqrt(D)
-            weights = np.exp(logits - logits.max())
+            weights = _weights(keys[rows_], keys[-1])
             scores[rows_] += weights / weights.sum()
         kept = np.arange(n)
         if n > stay:

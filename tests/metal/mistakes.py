@@ -198,13 +198,13 @@ _SEVERAL = "several rows a thread"
 
 WALK_MISTAKES: dict[str, Mistake] = {
     # what the threads do together
-    "no barrier in a turn": _barrier(1),
+    "no barrier in a turn": Mistake(lambda s, h: (nth(s, BARRIER, 1, ""), h), MetalError, "simd"),
     "no barrier after the largest logits": _barrier(2, "noise"),
     "no barrier after the sums made again": _barrier(3, "noise"),
     "no barrier after the marks are cleared": _barrier(4),
     "no barrier after the marks": _barrier(5),
-    "no barrier after the counts": _barrier(6),
-    "no barrier before the places": _barrier(7),
+    "no barrier after the counts": Mistake(lambda s, h: (nth(s, BARRIER, 6, ""), h), MetalError, "beyond an output"),
+    "no barrier before the places": Mistake(lambda s, h: (nth(s, BARRIER, 7, ""), h), MetalError, "beyond an output"),
     "a barrier in divergent flow": Mistake(
         lambda s, h: (nth(s, BARRIER, 1, f"if (tid < 32) {BARRIER}"), h), MetalError, "barrier"
     ),
@@ -220,24 +220,28 @@ WALK_MISTAKES: dict[str, Mistake] = {
     ),
     "a write beyond the output": _refused(
         "scores_out[out0 + size_t(place)] = score[i];",
-        "scores_out[out0 + size_t(place)] = score[i]; scores_out[out0 + size_t(place) + 700] = 0.0f;",
+        "scores_out[out0 + size_t(place)] = score[i]; scores_out[out0 + size_t(place) + 100] = 0.0f;",
         "beyond an output",
     ),
     "write to an input": _refused("scores_out[out0", "scores[out0", "C++14"),
     # rows
-    "scores are not written": _source("scores_out[out0 + size_t(place)] = score[i];", ""),
+    "scores are lost": _source("size_t(place)] = score[i];", "size_t(place)] = 0.0f;"),
     "columns for rows": _source("= label[row0 + size_t(c)];", "= c;", "in tiles"),
     "places of the stretch before": _source("int place = starts[part];", "int place = starts[max(part - 1, 0)];"),
-    "places counted from the next one": _source("c < column[i]; ++c) place", "c <= column[i]; ++c) place"),
-    "counts of the simdgroup itself": _source("for (int g = 0; g < sg; ++g) at", "for (int g = 0; g <= sg; ++g) at"),
-    "scores of another head": _source("row0 = size_t(row) * size_t(all);", "row0 = 0;", "noise"),
-    "logits of another head": _source("line0 = size_t(row) *", "line0 = size_t(0) *", "noise"),
-    "the budget and one": _source("full = here + 1 > budget", "full = here > budget"),
+    "places counted from the next one": _refused(
+        "c < column[i]; ++c) place", "c <= column[i]; ++c) place", "beyond an output"
+    ),
+    "counts of the simdgroup itself": _refused(
+        "for (int g = 0; g < sg; ++g) at", "for (int g = 0; g <= sg; ++g) at", "beyond an output"
+    ),
+    "scores of another head": _source("= scores + size_t(row) * size_t(all);", "= scores;", "noise"),
+    "logits of another head": _source("logits + size_t(row) *", "logits + size_t(0) *", "noise"),
+    "the budget and one": _refused("full = here + 1 > budget", "full = here > budget", "beyond an output"),
     "a newcomer in the wrong place": _source(
-        "i == here / THREADS", "i == (here + 1) / THREADS", "fewer stored than the budget"
+        "i == here / THREADS", "i == (here + 1) / THREADS", "several rows a thread, from nothing"
     ),
     "a newcomer with the wrong thread": _source(
-        "here % THREADS == tid", "(here + 1) % THREADS == tid", "fewer stored than the budget"
+        "here % THREADS == tid", "(here + 1) % THREADS == tid", "several rows a thread, from nothing"
     ),
     "the first row of all starts at 0": _source("coming_score = 1.0f;", "", "nothing stored, no noise"),
     "every first row starts at 1": _source("if (prior == 0 && coming_score", "if (coming_score", "no noise"),
@@ -245,7 +249,7 @@ WALK_MISTAKES: dict[str, Mistake] = {
         "if (prior == 0 && coming_score != -INFINITY)", "if (prior == 0)", "bad keys, nothing stored"
     ),
     # the choice
-    "a tie goes to the newcomer": _source("new_rank < best[0]", "new_rank <= best[0]", "ties, no recent rows"),
+    "a tie goes to the newcomer": _source("new_rank < best[0]", "new_rank <= best[0]", "bad keys all along"),
     "the newcomer never goes": _source("full && new_rank < best[0]", "false", "no recent rows"),
     "a tie in a thread goes to the last": _source(
         "rank[i] == low ? min(mine, column[i])", "rank[i] == low ? column[i]", "ties among several rows a thread"
@@ -272,19 +276,19 @@ WALK_MISTAKES: dict[str, Mistake] = {
     "the newcomer's noise without temperature": _source(
         "new_score + tau * new_frozen", "new_score + new_frozen", "no recent rows, noise"
     ),
-    "temperature of the next token": _source("tau = coming_tau;", "tau = taus[min(t + 2, final)];", "noise"),
-    "noise of the column": _source("noise0 + size_t(label[row0 + size_t(j)])", "noise0 + size_t(j)", "in tiles"),
-    "the newcomer's noise is the next one's": _source(
-        "noise[fresh0 + size_t(after)]", "noise[fresh0 + size_t(t)]", "noise"
+    "temperature of the next token": _source(
+        "coming_tau = taus[after];", "coming_tau = taus[min(after + 1, final)];", "noise"
     ),
-    "noise of another head": _source("noise0 = size_t(row) * size_t(noise_shape[1])", "noise0 = 0", "noise"),
+    "noise of the column": _source("noises[label[row0 + size_t(j)]]", "noises[j]", "in tiles"),
+    "the newcomer's noise is the next one's": _source("noises[first + after]", "noises[first + t]", "noise"),
+    "noise of another head": _source("noise + size_t(row) * size_t(numbers[7])", "noise", "noise"),
     # mass
-    "logits of a token too early": _source("min(t + 3, final)) * size_t(all);", "min(t + 2, final)) * size_t(all);"),
+    "logits of a token too early": _source("ahead = min(t + 3, final)", "ahead = min(t + 2, final)"),
     "the newcomer's logits of a token too early": _source(
-        "min(t + 2, final)) * size_t(all) + fresh", "min(t + 1, final)) * size_t(all) + fresh"
+        "min(t + 2, final) * all + fresh", "min(t + 1, final) * all + fresh"
     ),
     "the newcomer's second logits": _source("second[i] = new_second;", "second[i] = new_next;", "noise"),
-    "the newcomer's third logits": _source("third[i] = new_third;", "third[i] = new_second;", "noise"),
+    "the newcomer's third logits": _source("third[i] = new_third;", "third[i] = 0.5f * new_third;", "noise"),
     "the newcomer takes no mass": _source("e[i] = new_e;", "e[i] = 0.0f;", "noise"),
     "the newcomer is not in the sum": _source("sums[0] + new_e", "sums[0]", "noise"),
     "the row that went is in the sum": _source("left = every - out", "left = every", "noise"),
@@ -307,7 +311,7 @@ WALK_MISTAKES: dict[str, Mistake] = {
     ),
     "a bad stored key takes mass": _source("if (score[i] != -INFINITY) {", "if (there) {", "bad keys"),
     "a bad stored key takes mass later": _source(
-        "score[i] != -INFINITY ? logits[ahead", "column[i] != FAR ? logits[ahead", "bad keys"
+        "score[i] != -INFINITY ? line[ahead", "column[i] != FAR ? line[ahead", "bad keys"
     ),
     "a bad new key takes mass": _source(
         "new_next = asks ? keyformer_logit(coming_next) : -INFINITY",
@@ -318,7 +322,7 @@ WALK_MISTAKES: dict[str, Mistake] = {
     "a bad new key gives mass": _source("share = asks && sum > 0.0f", "share = sum > 0.0f", "bad keys"),
     "a bad new key gives what it has": _source("if (redo || !asks) {", "if (redo) {", "bad keys"),
     "NaN is a number": _header(
-        "x > -INFINITY ? min(x, 3.402823466e+38f) : -INFINITY", "min(x, 3.402823466e+38f)", "bad keys"
+        "x > -INFINITY ? min(x, 3.402823466e+38f) : -INFINITY", "min(x, 3.402823466e+38f)", "a logit that is no number"
     ),
     "an infinity stays": _header("min(x, 3.402823466e+38f)", "x", "logits leave float32"),
 }
@@ -333,7 +337,7 @@ INSERT_MISTAKES: dict[str, Mistake] = {
     "float to bfloat without a word": _refused("x = T(a);", "x = a;", "C++14", "bfloat16, turned"),
     "write to an input": _refused("scores_out[out] = x;", "scores[out] = x;", "C++14"),
     "a write beyond the output": _refused(
-        "index_out[out] = source;", "index_out[out] = source; index_out[out + 900] = 0;", "beyond an output"
+        "index_out[out] = source;", "index_out[out] = source; index_out[out + 100] = 0;", "beyond an output"
     ),
     # rows
     "threadgroups move the same rows": _source("const int from = part * moves", "const int from = 0", _SEVERAL),
@@ -374,7 +378,7 @@ INSERT_MISTAKES: dict[str, Mistake] = {
     ),
     "indices are not written": _source("index_out[out] = source;", ""),
     # the choice
-    "a tie in a thread goes to the last": _source("x < best ||", "x <= best ||", "ties"),
+    "a tie in a thread goes to the last": _source("x < best ||", "x <= best ||", "ties among several rows a thread"),
     "a tie in a simdgroup goes to any": _source(
         "const int low_at = simd_min(best == low ? best_at : FAR);",
         "const int low_at = -simd_min(best == low ? -best_at : FAR);",
@@ -424,14 +428,12 @@ LOGIT_MISTAKES: dict[str, Mistake] = {
     "another new row asks": _source("+ size_t(numbers[0])) * D", "+ size_t(0)) * D", "noise"),
     "another head's row asks": _source("(size_t(row) * size_t(new_keys_shape[1])", "(size_t(0)", "noise"),
     "no scale": _source("sum * as_type<float>(int(numbers[1]))", "sum", "noise"),
-    "half of the lanes": _source("for (int o = 4; o > 0", "for (int o = 2; o > 0", "noise"),
+    "half of the lanes": _source("for (int o = 4; o > 0", "for (int o = 2; o > 0", "bfloat16"),
     "odd sizes end early": _source(
         "for (int d = sub; d < D; d += 8) sum", "for (int d = sub; d + 1 < D; d += 8) sum", "odd sizes"
     ),
     "sizes of 4 end early": _source("v < D / 4; v += 8", "v < 8; v += 9", "bfloat16"),
-    "a write beyond the rows": _refused(
-        "if (sub == 0 && j < n)", "if (sub == 0)", "beyond an output", "within the budget"
-    ),
+    "a write beyond the rows": _refused("if (sub == 0 && j < n)", "if (sub == 0)", "beyond an output", "noise"),
     "a group of rows is left out": _source("group % groups * ROWS", "group % max(groups - 1, 1) * ROWS", _SEVERAL),
     "an exchange that some rows skip": _refused(
         "for (int o = 4; o > 0", "if (j < n) for (int o = 4; o > 0", "simd", "one head, one stored row"

@@ -41,10 +41,7 @@ elif what == "walk":
         one = walk_cases.CASES[name]
         block = walk_cases.make(one)
         limits = one.budget, one.n_sink, one.recent
-        index, _ = walk.walk_kernel(
-            kernel, 128, block.stored, block.new, block.scores, *limits, block.gumbel, block.taus
-        )
-        assert np.array(index).min() >= 0
+        walk.walk_kernel(kernel, 128, block.stored, block.new, block.scores, *limits, block.gumbel, block.taus)
 else:
     source, logit_source = insert.SOURCE, insert.LOGIT_SOURCE
     if mistake == "no barrier before the last choice":

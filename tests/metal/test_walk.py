@@ -45,7 +45,7 @@ def run(kernel: MetalKernel, case: Case, threads: int, schedule: int = FORWARD) 
     block = make(case)
     kernel.schedule = schedule
     slots = min(case.prior + case.tokens, case.budget)
-    most = case.tile * 4 * case.rows * (slots + walk._TILE) if case.tile else 1 << 28
+    most = case.tile * 8 * case.rows * (slots + walk._TILE) if case.tile else 1 << 28
     limits = case.budget, case.n_sink, case.recent
     index, scores = walk.walk_kernel(
         kernel, threads, block.stored, block.new, block.scores, *limits, block.gumbel, block.taus, most
