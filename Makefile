@@ -38,7 +38,7 @@ test-browser: $(ready)  ## look at the MLflow UI through a headless chromium
 		{ echo "test-browser: expected Debian's chromium, found none. Install it: apt-get install chromium" >&2; exit 2; }
 	@$(python) -m pytest -q -m browser $(ARGS)
 
-test-metal: $(ready)  ## run the Metal kernels' source on this CPU, against float64
+test-metal: $(ready)  ## run the Metal kernels' source on this CPU, against float64 (Linux)
 	@command -v clang-19 >/dev/null || \
 		{ echo "test-metal: expected clang-19, found none. Install it: apt-get install clang-19 libclang-rt-19-dev" >&2; exit 2; }
 	@$(python) -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m metal tests/metal $(ARGS)

@@ -659,6 +659,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             self._tau(),
             asked,
             self.score_bytes,
+            self.keys if self._whole is not None and self._whole() is keys else None,
         )
 
     def _rank(self, keys: mx.array, n: int) -> mx.array:

@@ -81,7 +81,8 @@ def walk(
 
     Per new row: score += softmax(K . k / sqrt(D)) over the alive rows; the row joins with score 0 (1 when it is the
     first of all); over budget, the unprotected row with the lowest score + tau * g is freed. The first `n_sink` and the
-    last `recent` of the rows alive are protected. On a CPU the steps run in NumPy, elsewhere in MLX operations.
+    last `recent` of the rows alive are protected. On a CPU the steps run in NumPy, on a GPU in one kernel for many of
+    them (`kernels.walk`), elsewhere in MLX operations.
 
     Args:
         stored: [B, H, m, D], m <= budget rows in temporal order.
@@ -103,7 +104,9 @@ def walk(
         rows = walk_numpy(stored, new, np.asarray(scores), budget, n_sink, recent, noise, temperatures)
         index, kept = (mx.array(a) for a in rows)
     else:
-        index, kept = walk_mlx(stored, new, scores, budget, n_sink, recent, gumbel, temperatures)
+        from .kernels.walk import walk_on_device  # which needs this module
+
+        index, kept = walk_on_device(stored, new, scores, budget, n_sink, recent, gumbel, temperatures)
     return index.reshape(B, H, -1), kept.reshape(B, H, -1)
 
 

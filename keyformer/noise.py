@@ -6,6 +6,7 @@ kernel computes the same integers.
 """
 
 import math
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -49,7 +50,10 @@ def uniform(seed: int, layer: int, heads: mx.array, positions: mx.array, queries
         heads, positions, queries: integer arrays that broadcast together; `queries` (the position of the asking query)
             makes the noise redrawn per (query, row) instead of frozen per row.
     """
-    head = _stream(seed, layer, heads)
+    return _uniform(_stream(seed, layer, heads), positions, queries)
+
+
+def _uniform(head: mx.array, positions: mx.array, queries: mx.array | None = None) -> mx.array:
     h = _mix(head + positions.astype(mx.uint32) * mx.array(_POSITION, mx.uint32))
     if queries is not None:
         h = _mix(h + _mix(head ^ (queries.astype(mx.uint32) * mx.array(_QUERY, mx.uint32) + 1)))
@@ -63,6 +67,12 @@ def uniform(seed: int, layer: int, heads: mx.array, positions: mx.array, queries
 def gumbel(seed: int, layer: int, heads: mx.array, positions: mx.array, queries: mx.array | None = None) -> mx.array:
     """Standard Gumbel noise -log(-log(u)), float32: mean 0.5772, standard deviation 1.2825; arguments of `uniform`."""
     return -mx.log(-mx.log(uniform(seed, layer, heads, positions, queries)))
+
+
+def gumbel_of_seeds(seeds: Sequence[int], positions: mx.array) -> mx.array:
+    """[R, n] float32: `gumbel(seed, 0, 0, positions [n])` of R seeds at once."""
+    heads = _mix(mx.array([stream(seed, 0) for seed in seeds], mx.uint32))
+    return -mx.log(-mx.log(_uniform(heads[:, None], positions)))
 
 
 def gaussian(seed: int, layer: int, heads: mx.array, positions: mx.array, queries: mx.array | None = None) -> mx.array:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -199,6 +200,7 @@ def add_query_mass(
     tau: mx.array | float,
     asked: Asked,
     tile_bytes: int,
+    buffer: mx.array | None = None,
 ) -> tuple[mx.array, mx.array | None]:
     """The scores, and with a window the masses, after one attention call.
 
@@ -213,7 +215,10 @@ def add_query_mass(
         tau: the temperature: one number, or [B, 1, 1, 1] float32.
         asked: the call.
         tile_bytes: as in `attention_mass`.
+        buffer: [B, Hkv, m, D], the array that `keys` is the beginning of, so that no kernel copies it.
     """
+    from .kernels.prefill import prompt_mass  # whose definition is in this module
+
     p = policy
     queries, mask = asked.queries, asked.mask
     S, n = queries.shape[2], stored.shape[-1]
@@ -231,20 +236,19 @@ def add_query_mass(
         rows = mx.repeat(rows, expanded, axis=1) if expanded > 1 else rows
         logit_noise = LogitNoise(p.seed, layer, rows, asking, p.distribution)
     usable = (scores[..., :n] != -mx.inf) & stored
-    mass = attention_mass(
-        queries,
-        keys,
-        asked.scale,
-        mask,
-        usable=mx.repeat(usable, expanded, axis=1) if expanded > 1 else usable,
-        noise=logit_noise,
-        tau=1.0 if p.noise == "select" else tau,
-        weight=_ages(p.decay, S) if p.decay < 1 and S > 1 else None,
-        sinks=asked.sinks,
-        soft_cap=asked.soft_cap,
-        per_query=bool(p.window),
-        tile_bytes=tile_bytes,
-    )
+    call: dict[str, Any] = {
+        "usable": mx.repeat(usable, expanded, axis=1) if expanded > 1 else usable,
+        "noise": logit_noise,
+        "tau": 1.0 if p.noise == "select" else tau,
+        "weight": _ages(p.decay, S) if p.decay < 1 and S > 1 else None,
+        "sinks": asked.sinks,
+        "soft_cap": asked.soft_cap,
+        "tile_bytes": tile_bytes,
+    }
+    if S > 1 and not p.window:
+        mass = prompt_mass(queries, keys, asked.scale, mask, buffer=buffer, **call)
+    else:
+        mass = attention_mass(queries, keys, asked.scale, mask, per_query=bool(p.window), **call)
     if expanded > 1:
         mass = mass.reshape(mass.shape[0], -1, expanded, *mass.shape[2:]).sum(axis=2)
     if p.window:

@@ -20,6 +20,9 @@ first used (`LoggedRows`). The log has an eighth more rows than the state that b
 state is updated a second time, the rows move to a new one. What a state holds never changes. Several threads may update
 one state; as with any MLX array, `mx.eval` its arrays before another thread gets them.
 
+On a GPU a one-token update is two dispatches, and so is each token of a longer one in "contiguous" mode; in "original"
+mode all evictions of up to 512 tokens are one (`kernels.insert`, `kernels.walk`).
+
 Unlike the documentation, keys and values keep their dtype instead of becoming float16, and the sizes of keys and values
 may differ. A key with a NaN or an infinity gives and takes no mass and has score -inf: it goes before any other
 unprotected row.
@@ -39,16 +42,16 @@ from . import noise
 from .eviction import (
     as_float32,
     as_numpy,
-    evict_row,
     join_row,
     on_cpu,
     row_logits,
     row_to_free,
     starting_scores,
     take_rows,
-    walk_mlx,
     walk_numpy,
 )
+from .kernels.insert import Arrivals, Limits, Rows, evict_row, insert_row
+from .kernels.walk import walk_on_device
 from .policies import KeyformerProxy, check_integer
 from .rope import check_base, rotate, turns, wavelengths
 
@@ -228,6 +231,10 @@ class _Rule(NamedTuple):
         check_integer("next_pos", next_pos, 0)
         check_integer("pos", pos, 0)
 
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.budget, self.n_sink, self.recent, self.rope_base)
+
     def temperatures(self, pos: int, count: int) -> list[float]:
         """tau at each decision of `count` tokens, `pos` of them inserted before."""
         if self.anneal_steps == 0 or self.tau_init == self.tau_end:
@@ -262,17 +269,6 @@ def _check_seeds(*seeds: int) -> None:
         check_integer("seed", seed, 0)
         if seed >= 2**64:
             raise ValueError(f"seed: expected an integer below 2**64, got {seed}.")
-
-
-class _Rows(NamedTuple):
-    """What R heads store: [R, n, ...] each."""
-
-    keys: mx.array
-    values: mx.array
-    scores: mx.array
-    gumbel: mx.array
-    positions: mx.array
-    unrotated: mx.array | None = None  # for "contiguous" only
 
 
 def init_keyformer_state(
@@ -448,7 +444,7 @@ def full_keyformer_fp16_bytes(tokens_seen: int, head_dim: int) -> int:
 
 
 def metal_available() -> bool:
-    """Whether MLX can run on an Apple GPU here. There is no Metal kernel in this module: it runs on MLX operations."""
+    """Whether MLX can run on an Apple GPU here: what it computes there, updates and evictions do in Metal kernels."""
     return bool(mx.metal.is_available())
 
 
@@ -467,7 +463,9 @@ def keyformer_fused_evict(
 ) -> tuple[mx.array, ...]:
     """One eviction per head: the step after a new row has joined rows that were at the budget.
 
-    There is no fused kernel yet: this runs on the reference operations everywhere.
+    On a GPU one kernel chooses, gathers and turns, except for dtypes other than float32, float16 and bfloat16 and for
+    fewer than 8 numbers in all; a turned key may differ from that of array operations by one unit in the last place.
+    Keys other than those of an update are un-rotated first. Elsewhere array operations do it.
 
     Args:
         keys_mid, values_mid: [BH, n, D] and [BH, n, Dv], the new row last.
@@ -492,8 +490,10 @@ def keyformer_fused_evict(
     rows = _stored_rows([keys_mid, values_mid, scores_mid, gumbel_mid, positions_mid], keys_mid, values_mid, n)
     if position_mode == "contiguous":
         given = keys_mid.unrotated if isinstance(keys_mid, RotatedKeys) else None
-        rows = rows._replace(unrotated=_unrotated(rows, rope_base) if given is None else given)
-    rows, index = _evict(rows, rule, tau)
+        if given is None:
+            given = _unrotated(keys_mid, np.array(positions_mid), rope_base)
+        rows = rows._replace(unrotated=given)
+    rows, index = evict_row(rows, rule.limits, tau)
     keys = rows.keys if rows.unrotated is None else RotatedKeys(rows.keys, rows.unrotated)
     return (keys, *rows[1:5], index) if return_indices else (keys, *rows[1:5])
 
@@ -510,14 +510,14 @@ def _check_new(keys: mx.array, values: mx.array, axes: str) -> None:
         raise ValueError(f"values: expected as many rows as keys {keys.shape}, got {values.shape}.")
 
 
-def _stored_rows(arrays: Sequence[mx.array | None], keys: mx.array, values: mx.array, budget: int) -> _Rows:
+def _stored_rows(arrays: Sequence[mx.array | None], keys: mx.array, values: mx.array, budget: int) -> Rows:
     """The stored rows that new keys and values [R, S, ...] join, checked against them; none given: zero rows."""
-    names = _Rows._fields[:5]
+    names = Rows._fields[:5]
     there = [a for a in arrays if a is not None]
     R = keys.shape[0]
     if not there:
         flat = [mx.zeros((R, 0), dtype) for dtype in (mx.float32, mx.float32, mx.int32)]
-        return _Rows(keys[:, :0], values[:, :0], *flat)
+        return Rows(keys[:, :0], values[:, :0], *flat)
     if len(there) < len(arrays):
         missing = next(name for name, a in zip(names, arrays, strict=True) if a is None)
         raise ValueError(f"{missing}: expected an array, as {len(there)} of the others are, got None.")
@@ -534,14 +534,14 @@ def _stored_rows(arrays: Sequence[mx.array | None], keys: mx.array, values: mx.a
                 )
     if n > budget:
         raise ValueError(f"keys: expected at most budget ({budget}) stored rows, got {n}; evict them first.")
-    return _Rows(*there)
+    return Rows(*there)
 
 
 # -- insertion -------------------------------------------------------------------------------------------------------
 
 
 def _insert(
-    rows: _Rows,
+    rows: Rows,
     new_keys: mx.array,
     new_values: mx.array,
     rule: _Rule,
@@ -549,38 +549,43 @@ def _insert(
     pos: int,
     seeds: Sequence[int],
     indices: bool = False,
-) -> tuple[_Rows, mx.array | None]:
+) -> tuple[Rows, mx.array | None]:
     """The rows after the S new ones, and, where asked for, [R, n_kept] int32 `indices` into stored, then new rows."""
     R, S = new_keys.shape[:2]
     if S == 0:
         n = rows.keys.shape[1]
         return rows, mx.broadcast_to(mx.arange(n, dtype=mx.int32), (R, n))
-    here = rule.position_mode == "original" and on_cpu()
-    gumbel = _gumbel(tuple(seeds), pos, S)
     taus = rule.temperatures(pos, S)
-    if here and S == 1 and rows.keys.shape[1] > 0:
-        return _insert_row(rows, new_keys, new_values, gumbel, next_pos, rule, taus[0], indices)
-    positions = np.arange(next_pos, next_pos + S, dtype=np.int32)[None].repeat(R, axis=0)
-    if here:
+    index: mx.array | None
+    if rule.position_mode == "original" and on_cpu():
+        gumbel = _gumbel(tuple(seeds), pos, S)
+        if S == 1 and rows.keys.shape[1] > 0:
+            return _insert_row(rows, new_keys, new_values, gumbel, next_pos, rule, taus[0], indices)
+        positions = np.arange(next_pos, next_pos + S, dtype=np.int32)[None].repeat(R, axis=0)
         rows, index = _insert_numpy(rows, new_keys, new_values, gumbel, positions, rule, taus)
+    elif S == 1:
+        block, at = divmod(pos, _NOISE_BLOCK)
+        new = Arrivals(new_keys, new_values, _gumbel_on_device(tuple(seeds), block))
+        if rule.position_mode == "contiguous":
+            rows, new = _with_unrotated(rows, new, rule, next_pos)
+        rows, index = insert_row(rows, new, 0, at, next_pos, rule.limits, taus[0])
     else:
-        scores = mx.where(mx.all(mx.isfinite(new_keys), axis=-1), 0.0, -mx.inf)
-        new = _Rows(new_keys, new_values, scores, mx.array(gumbel), mx.array(positions))
-        insert = _insert_mlx if rule.position_mode == "original" else _insert_contiguous
-        rows, index = insert(rows, new, rule, taus)
-    mx.async_eval(*(a for a in rows if a is not None), index)  # so that no graph grows from call to call
+        new = Arrivals(new_keys, new_values, noise.gumbel_of_seeds(seeds, mx.arange(pos, pos + S)))
+        insert = _insert_block if rule.position_mode == "original" else _insert_contiguous
+        rows, index = insert(rows, new, rule, next_pos, taus, indices)
+    mx.async_eval(*(a for a in (*rows, index) if a is not None))  # so that no graph grows from call to call
     return rows, index
 
 
 def _insert_numpy(
-    rows: _Rows,
+    rows: Rows,
     new_keys: mx.array,
     new_values: mx.array,
     gumbel: np.ndarray,
     positions: np.ndarray,
     rule: _Rule,
     taus: Sequence[float],
-) -> tuple[_Rows, mx.array]:
+) -> tuple[Rows, mx.array]:
     """`_insert` for "original" on a CPU, all but keys and values in NumPy: each wait for MLX costs time."""
     new = (starting_scores(as_float32(as_numpy(new_keys))), gumbel, positions)
     joined = [np.concatenate([np.asarray(a), b], axis=1) for a, b in zip(rows[2:5], new, strict=True)]
@@ -589,12 +594,12 @@ def _insert_numpy(
     kept, scores = walk_numpy(rows.keys, new_keys, joined[0], *limits, frozen, taus)
     index = mx.array(kept)
     small = (mx.array(a) for a in (scores, _rows_of(joined[1], kept), _rows_of(joined[2], kept)))
-    return _Rows(_take(rows.keys, new_keys, index), _take(rows.values, new_values, index), *small), index
+    return Rows(_take(rows.keys, new_keys, index), _take(rows.values, new_values, index), *small), index
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def _insert_row(
-    rows: _Rows,
+    rows: Rows,
     new_keys: mx.array,
     new_values: mx.array,
     gumbel: np.ndarray,
@@ -602,7 +607,7 @@ def _insert_row(
     rule: _Rule,
     tau: float,
     indices: bool,
-) -> tuple[_Rows, mx.array | None]:
+) -> tuple[Rows, mx.array | None]:
     """`_insert_numpy` for one row, which is decoding: stored keys are read once, and no stored row is copied."""
     R, n, _ = rows.keys.shape
     scores, noise, came = (np.ascontiguousarray(a) for a in rows[2:5])
@@ -636,7 +641,7 @@ def _insert_row(
     )
     slots = _Slots(log, np.asarray(at), slots.end + 1)
     keys, values = (LoggedRows(mx.take(a, at, axis=0), slots) for a in log.flat)
-    return _Rows(keys, values, *small), kept
+    return Rows(keys, values, *small), kept
 
 
 def _joined(
@@ -667,7 +672,7 @@ def _columns(n: int) -> np.ndarray:
     return np.arange(n, dtype=np.int32)
 
 
-def _slots(rows: _Rows) -> _Slots | None:
+def _slots(rows: Rows) -> _Slots | None:
     """Where in a log the keys and values are that one update returned."""
     if isinstance(rows.keys, LoggedRows) and isinstance(rows.values, LoggedRows):
         return rows.keys._slots if rows.keys._slots is rows.values._slots else None
@@ -680,14 +685,20 @@ def _rows_of(a: np.ndarray, index: np.ndarray) -> np.ndarray:
     return taken
 
 
-def _insert_mlx(rows: _Rows, new: _Rows, rule: _Rule, taus: Sequence[float]) -> tuple[_Rows, mx.array]:
-    """`_insert` for "original" without leaving the device."""
-    scores, gumbel, positions = (mx.concatenate([a, b], axis=1) for a, b in zip(rows[2:5], new[2:5], strict=True))
+def _insert_block(
+    rows: Rows, new: Arrivals, rule: _Rule, next_pos: int, taus: Sequence[float], indices: bool
+) -> tuple[Rows, mx.array]:
+    """`_insert` of several rows for "original", without leaving the device."""
+    R, S = new.keys.shape[:2]
+    start = mx.where(mx.all(mx.isfinite(new.keys), axis=-1), 0.0, -mx.inf)
+    places = mx.broadcast_to(mx.arange(next_pos, next_pos + S, dtype=mx.int32), (R, S))
+    came = start, new.gumbel, places
+    scores, gumbel, positions = (mx.concatenate([a, b], axis=1) for a, b in zip(rows[2:5], came, strict=True))
     frozen = gumbel if any(taus) else None
-    index, scores = walk_mlx(rows.keys, new.keys, scores, rule.budget, rule.n_sink, rule.recent, frozen, taus)
+    index, scores = walk_on_device(rows.keys, new.keys, scores, rule.budget, rule.n_sink, rule.recent, frozen, taus)
     gumbel, positions = (mx.take_along_axis(a, index, axis=1) for a in (gumbel, positions))
     keys, values = _take(rows.keys, new.keys, index), _take(rows.values, new.values, index)
-    return _Rows(keys, values, scores, gumbel, positions), index
+    return Rows(keys, values, scores, gumbel, positions), index
 
 
 def _take(old: mx.array, new: mx.array, index: mx.array) -> mx.array:
@@ -703,63 +714,33 @@ def _take(old: mx.array, new: mx.array, index: mx.array) -> mx.array:
     return taken
 
 
-def _insert_contiguous(rows: _Rows, new: _Rows, rule: _Rule, taus: Sequence[float]) -> tuple[_Rows, mx.array]:
+def _insert_contiguous(
+    rows: Rows, new: Arrivals, rule: _Rule, next_pos: int, taus: Sequence[float], indices: bool
+) -> tuple[Rows, mx.array | None]:
     """`_insert`, token by token: an eviction changes the rows that the next token is scored against."""
-    R, n, D = rows.keys.shape
-    if rows.unrotated is None:
-        rows = rows._replace(unrotated=_unrotated(rows, rule.rope_base))
-    new = new._replace(unrotated=_unrotated(new, rule.rope_base))
-    index = mx.broadcast_to(mx.arange(n, dtype=mx.int32), (R, n))
+    rows, new = _with_unrotated(rows, new, rule, next_pos)
+    R, n = rows.scores.shape
+    index = mx.broadcast_to(mx.arange(n, dtype=mx.int32), (R, n)) if indices else None
     for i, tau in enumerate(taus):
-        one = _Rows(*(a[:, i : i + 1] for a in new if a is not None))
-        bad = one.scores == -mx.inf
-        if rows.keys.shape[1] == 0:
-            one = one._replace(scores=mx.where(bad, -mx.inf, 1.0))
-        else:
-            usable = rows.scores != -mx.inf
-            keys = mx.where(usable[..., None], rows.keys.astype(mx.float32), 0.0)
-            logits = (keys @ one.keys.astype(mx.float32).swapaxes(1, 2))[..., 0] * D**-0.5
-            lowest = mx.finfo(mx.float32).min
-            logits = mx.where(usable & ~mx.isnan(logits), mx.clip(logits, lowest, -lowest), lowest)
-            mass = mx.softmax(logits, axis=-1)
-            rows = rows._replace(scores=mx.where(usable & ~bad, rows.scores + mass, rows.scores))
-        rows = _Rows(*(mx.concatenate(pair, axis=1) for pair in zip(rows, one, strict=True)))  # type: ignore[arg-type]
-        index = mx.concatenate([index, mx.full((R, 1), n + i, mx.int32)], axis=1)
-        if rows.keys.shape[1] > rule.budget:
-            rows, kept = _evict(rows, rule, tau)
-            index = take_rows(index, kept)
+        rows, kept = insert_row(rows, new, i, i, next_pos + i, rule.limits, tau)
+        if index is not None:
+            index = take_rows(mx.concatenate([index, mx.full((R, 1), n + i, mx.int32)], axis=1), kept)
         if i % 8 == 7:
-            mx.eval(*rows, index)
+            mx.async_eval(*(a for a in (*rows, index) if a is not None))
     return rows, index
 
 
-def _evict(rows: _Rows, rule: _Rule, tau: float) -> tuple[_Rows, mx.array]:
-    """The rows without the one that goes in each head, and the indices [R, n - 1] int32 of the others."""
-    R, n, D = rows.keys.shape
-    column = mx.arange(n, dtype=mx.int32)
-    rank = rows.scores if tau == 0 else rows.scores + tau * rows.gumbel
-    everything = mx.ones((R, n), mx.bool_)
-    gone = evict_row(rank, column, everything, mx.array(n), rule.n_sink, mx.array(rule.recent))
-    labels = column[:-1]
-    index = labels + (labels >= gone)
-    rows = _Rows(*(take_rows(a, index) for a in rows if a is not None))
-    if rows.unrotated is not None:
-        turned = rotate(rows.unrotated, *_label_turns(n - 1, D, rule.rope_base)).astype(rows.keys.dtype)
-        moved = rows.positions != labels
-        rows = rows._replace(
-            keys=mx.where(moved[..., None], turned, rows.keys), positions=mx.broadcast_to(labels, (R, n - 1))
-        )
-    return rows, index
+def _with_unrotated(rows: Rows, new: Arrivals, rule: _Rule, next_pos: int) -> tuple[Rows, Arrivals]:
+    """Both with their keys before rotation."""
+    if rows.unrotated is None:
+        rows = rows._replace(unrotated=_unrotated(rows.keys, np.array(rows.positions), rule.rope_base))
+    places = np.arange(next_pos, next_pos + new.keys.shape[1])
+    return rows, new._replace(unrotated=_unrotated(new.keys, places, rule.rope_base))
 
 
-def _unrotated(rows: _Rows, rope_base: float) -> mx.array:
-    """The rows before rotation, float32, as far as the rounding of their dtype lets us know them."""
-    return rotate(rows.keys, *turns(-np.asarray(rows.positions), wavelengths(rows.keys.shape[2], rope_base)))
-
-
-@lru_cache(maxsize=8)
-def _label_turns(count: int, dims: int, rope_base: float) -> tuple[mx.array, mx.array]:
-    return turns(np.arange(count), wavelengths(dims, rope_base))
+def _unrotated(keys: mx.array, positions: np.ndarray, rope_base: float) -> mx.array:
+    """Keys before rotation, float32, as far as the rounding of their dtype lets us know them."""
+    return rotate(keys, *turns(-positions, wavelengths(keys.shape[2], rope_base)))
 
 
 def _gumbel(seeds: tuple[int, ...], first: int, count: int) -> np.ndarray:
@@ -777,3 +758,11 @@ def _gumbel_block(seeds: tuple[int, ...], block: int) -> np.ndarray:
     """A stretch of the noise; decoding asks for one number of it at a time."""
     positions = mx.arange(block * _NOISE_BLOCK, (block + 1) * _NOISE_BLOCK)
     return np.asarray(mx.stack([noise.gumbel(seed, 0, mx.array(0), positions) for seed in seeds]))
+
+
+@lru_cache(maxsize=64)
+def _gumbel_on_device(seeds: tuple[int, ...], block: int) -> mx.array:
+    """The same [R, _NOISE_BLOCK] numbers where MLX computes."""
+    drawn = noise.gumbel_of_seeds(seeds, mx.arange(block * _NOISE_BLOCK, (block + 1) * _NOISE_BLOCK))
+    mx.eval(drawn)
+    return drawn

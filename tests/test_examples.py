@@ -96,6 +96,7 @@ def test_the_guides_commands_run(module: str, arguments: str, readers_folder: Pa
 
 def test_the_guide_names_every_command_policy_and_option() -> None:
     assert [module for module, _ in COMMANDS] == ["keyformer.generate", "keyformer.inspect", "keyformer.server"]
+    assert "\npython -m keyformer.selftest\n" in GUIDE  # tests/keyformer/test_selftest.py runs it
     table = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", GUIDE, re.MULTILINE)
     assert table == [(name, policy.__name__) for name, policy in keyformer.POLICIES.items()]
     need_no_queries = {name for name, p in keyformer.POLICIES.items() if p.attention != "query"} - {"full"}

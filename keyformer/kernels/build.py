@@ -30,6 +30,7 @@ CUDA_HEADER = """
 #endif
 // MLX writes the signature. Without a bound a variant may take more registers than a launch has.
 #define __global__ __attribute__((global)) __launch_bounds__(THREADS_AT_MOST)
+typedef unsigned char uchar;
 typedef unsigned int uint;
 typedef unsigned short ushort;
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
@@ -41,15 +42,26 @@ __device__ __forceinline__ float simd_sum(float v) {
   for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
   return v;
 }
+// Least and largest through one integer reduction: integers in the order of the floats. No NaN may be among them.
+__device__ __forceinline__ int keyformer_ordered(int bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 __device__ __forceinline__ float simd_max(float v) {
-  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
-  return v;
+  const int key = __reduce_max_sync(0xffffffffu, keyformer_ordered(__float_as_int(v)));
+  return __int_as_float(keyformer_ordered(key));
 }
 __device__ __forceinline__ float simd_min(float v) {
-  for (int o = 16; o; o >>= 1) v = fminf(v, __shfl_xor_sync(0xffffffffu, v, o));
-  return v;
+  const int key = __reduce_min_sync(0xffffffffu, keyformer_ordered(__float_as_int(v)));
+  return __int_as_float(keyformer_ordered(key));
 }
+__device__ __forceinline__ bool simd_any(bool v) { return __any_sync(0xffffffffu, v); }
 __device__ __forceinline__ int simd_min(int v) { return __reduce_min_sync(0xffffffffu, v); }
+__device__ __forceinline__ int simd_prefix_exclusive_sum(int v) {
+  int sum = v;
+  for (int o = 1; o < 32; o *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, sum, o);
+    if (thread_index_in_simdgroup >= uint(o)) sum += below;
+  }
+  return sum - v;
+}
 template <typename T> __device__ __forceinline__ T as_type(int bits);
 template <> __device__ __forceinline__ float as_type<float>(int bits) { return __int_as_float(bits); }
 template <typename T, int N> struct alignas(sizeof(T) * N) vec {
@@ -79,15 +91,25 @@ def backend() -> str | None:
 
 
 @lru_cache
-def build(back_end: str, name: str, inputs: Sequence[str], outputs: Sequence[str], source: str, header: str) -> Kernel:
+def build(
+    back_end: str,
+    name: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    source: str,
+    header: str,
+    cuda_header: str = "",
+) -> Kernel:
     """A kernel for that back-end; the compiler runs when it is first called with new template arguments.
+
+    `cuda_header` goes before `header` with CUDA alone.
 
     MLX's CUDA back-end knows compiled kernels, also those it left on disk, by name and template arguments alone. So the
     name carries a hash of the text, and every dtype that a body depends on must be a template argument.
     """
     make: Any = mx.fast.metal_kernel if back_end == "metal" else mx.fast.cuda_kernel
     if back_end == "cuda":
-        header = CUDA_HEADER + header
+        header = CUDA_HEADER + cuda_header + header
     name = f"{name}_{hashlib.sha256((header + source).encode()).hexdigest()[:16]}"
     kernel: Kernel = make(name=name, input_names=inputs, output_names=outputs, source=source, header=header)
     return kernel

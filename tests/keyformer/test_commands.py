@@ -354,12 +354,19 @@ def test_only_refusals_are_bad_input(capsys: pytest.CaptureFixture[str]) -> None
         raise ValueError("a judgement of the library")
 
 
+has_a_full_device = pytest.mark.skipif(sys.platform != "linux", reason="/dev/full, without space, is Linux's")
+
+
 @pytest.mark.parametrize(
     ("redirected", "message"),
     [
         ("<&-", "--prompt: expected text from standard input, got none, since it is closed."),
         (">&-", "standard output: expected that it can be written, got none, since it is closed."),
-        (">/dev/full", r"standard output: expected that .* written, got an error \(.*No space left on device\)\."),
+        pytest.param(
+            ">/dev/full",
+            r"standard output: expected that .* written, got an error \(.*No space left on device\)\.",
+            marks=has_a_full_device,
+        ),
     ],
 )
 @pytest.mark.parametrize("name", ["generate", "inspect"])
@@ -381,6 +388,7 @@ def test_streams_that_do_not_work_are_one_message(
     assert re.fullmatch(rf"keyformer\.{name}: {message}\n", done.stderr), done.stderr
 
 
+@has_a_full_device
 def test_help_that_cannot_be_written_is_one_message(tiny_model_folder: Path) -> None:
     for name in ("generate", "inspect", "server"):
         with open("/dev/full", "w") as full:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
-from decode_cases import CASES, POLICIES, Case, check, make, truth
+from decode_cases import CASES, POLICIES, SIZES, Case, check, make, truth
 from small import KINDS, Stream, a_policy, attend, kept_positions
 
 from keyformer import H2O, KeyDiff, KeyformerKVCache, Knorm, SnapKV, noise
@@ -19,7 +19,7 @@ from keyformer.kernels.build import THREADS, backend
 on_a_gpu = pytest.mark.skipif(backend() is None, reason="needs a GPU that MLX computes on")
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", (CASES | SIZES).values(), ids=CASES | SIZES)
 def test_array_operations_against_float64(case: Case) -> None:
     given = make(case)
     after = decode.decode_ops(case.policy, given.reads, given.rows, given.now)
@@ -27,7 +27,7 @@ def test_array_operations_against_float64(case: Case) -> None:
 
 
 @on_a_gpu
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", (CASES | SIZES).values(), ids=CASES | SIZES)
 def test_the_kernel_against_float64(case: Case) -> None:
     back_end = backend()
     assert back_end is not None

@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -171,8 +172,9 @@ def compile_kernel(generated: Generated, template: Template, sanitizer: str) -> 
     source, buffers = opencl(generated, template)
     if buffers > MOST_BUFFERS:
         raise MetalError(f"{buffers} buffers, Metal has {MOST_BUFFERS}")
-    runtime, shim = _HERE / "runtime.cpp", _HERE / "shim" / "metal_stdlib"
-    parts = source, sanitizer, str(runtime), runtime.read_text(), shim.read_text(), Path(__file__).read_text()
+    runtime, shim = _HERE / "runtime.cpp", sorted((_HERE / "shim").iterdir())
+    texts = [file.read_text() for file in (runtime, *shim, Path(__file__))]
+    parts = source, sanitizer, str(runtime), *texts
     folder = _BUILT / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     library = folder / "kernel.so"
     if library.exists():
@@ -221,6 +223,30 @@ class _Library:
                 raise MetalError(f"{self.bytes} bytes of threadgroup memory, Metal has {MOST_BYTES}")
             for address, size in variables:
                 poison(ctypes.c_void_p(base + address), ctypes.c_size_t(size))
+
+
+def run_sanitized(what: str, sanitizer: str, mistake: str, finds: bool) -> None:
+    """Run `sanitized.py` with clang's sanitizer "thread" or "address", which has to find something or nothing."""
+    library = {"thread": "tsan", "address": "asan"}[sanitizer]
+    name = f"libclang_rt.{library}-{os.uname().machine}.so"
+    found = subprocess.run([CLANG, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    runtime = Path(found.stdout.strip())
+    if not runtime.is_absolute():
+        folder = subprocess.run([CLANG, "-print-resource-dir"], capture_output=True, text=True, check=True)
+        runtime = Path(folder.stdout.strip()) / "lib" / "linux" / name
+    assert runtime.exists(), f"expected {name}. Install it: apt-get install libclang-rt-19-dev"
+    suppressed = _HERE / "suppressed.txt"  # MLX and its BLAS are not built for the thread sanitizer
+    environment = os.environ | {
+        "LD_PRELOAD": str(runtime),
+        "TSAN_OPTIONS": f"exitcode=66 ignore_noninstrumented_modules=1 symbolize=0 suppressions={suppressed}",
+        "ASAN_OPTIONS": "detect_leaks=0 symbolize=0 exitcode=66",
+    }
+    command = [sys.executable, str(_HERE / "sanitized.py"), what, sanitizer, mistake]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    if finds:
+        assert done.returncode == 66, done.stdout + done.stderr
+    else:
+        assert (done.returncode, done.stdout.strip()) == (0, "ran"), done.stderr
 
 
 class MetalKernel:

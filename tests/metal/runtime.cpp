@@ -97,6 +97,17 @@ kf_swap:
 
 extern "C" void kf_invoke(void** args);
 
+// Rounding to bfloat is a call into clang's own library, which is not linked.
+extern "C" __attribute__((weak)) __bf16 __truncsfbf2(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  uint16_t rounded = uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);  // to nearest, ties to even
+  if (x != x) rounded = 0x7fc0;
+  __bf16 y;
+  memcpy(&y, &rounded, 2);
+  return y;
+}
+
 namespace {
 constexpr int LANES = 32;
 constexpr size_t STACK = 64 << 10;
@@ -121,6 +132,7 @@ struct Simd {
   uint32_t epoch = 0;
   uint32_t slot[2][LANES];
   uint8_t has[2][LANES];
+  float left[2][8][8], right[2][8][8];  // operands of a product of matrices
   char clock[2];
 };
 std::vector<Fiber> fibers;
@@ -321,6 +333,22 @@ uint64_t kf_ballot(int pred, int line) {
   for (int i = 0; i < s.n; ++i)
     if (s.slot[p][i]) m |= 1ull << i;
   return m;
+}
+// Lane l holds row `row` and columns `column`, `column` + 1 of an 8 x 8 matrix, as MLX's steel kernels know them.
+void kf_multiply(float* d, const float* a, const float* b, const float* c, int line) {
+  Simd& s = simdgroups[cur->group];
+  const int half = s.epoch & 1, l = cur->lane;
+  const int row = (l / 4 & 4) + l / 2 % 4, column = (l / 4 & 2) * 2 + l % 2 * 2;
+  for (int e = 0; e < 2; ++e) {
+    s.left[half][row][column + e] = a[e];
+    s.right[half][row][column + e] = b[e];
+  }
+  float sums[2] = {c[0], c[1]};
+  meet(0, line, "simdgroup_multiply_accumulate", false);
+  if (s.n != LANES) fail("simdgroup_multiply_accumulate at line %d in a simdgroup of %d threads", line, s.n);
+  for (int k = 0; k < 8; ++k)
+    for (int e = 0; e < 2; ++e) sums[e] += s.left[half][row][k] * s.right[half][k][column + e];
+  for (int e = 0; e < 2; ++e) d[e] = sums[e];
 }
 uint32_t kf_attribute(int which, int d) {
   uint32_t nt = group_size[0] * group_size[1] * group_size[2];

@@ -1,0 +1,71 @@
+"""What reading a long prompt costs: the chunks of mlx-lm's generate_step, with each cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+import keyformer
+
+from .harness import Line
+
+ARMS: dict[str, tuple[str, str]] = {  # policy, prefill
+    "ours, keyformer_proxy, chunked": ("keyformer_proxy", "chunked"),
+    "ours, tova": ("tova", "full"),
+    "ours, snapkv": ("snapkv", "full"),
+    "ours, h2o": ("h2o", "full"),
+    "ours, keyformer": ("keyformer", "full"),
+}
+
+
+def lines(model: Any, tokens: int, chunk: int, budget: int, limit: float, rounds: int) -> Iterator[Line]:
+    """Least seconds of `rounds`. An arm that takes longer than `limit` seconds stops there, and its ratio is over the
+    same number of tokens through KVCache."""
+    prompt = mx.random.randint(0, model.args.vocab_size, (tokens,))
+    arms = {"KVCache": ("full", "full"), **ARMS}
+    best: dict[str, list[float]] = {}
+    for i in range(-1, rounds):
+        for name, (policy, when) in arms.items():
+            if name in best and best[name][-1] > limit:
+                continue
+            ends = _read(model, prompt[: 2 * chunk] if i < 0 else prompt, chunk, policy, when, budget, limit)
+            if i >= 0 and (name not in best or len(ends) > len(best[name]) or ends[-1] < best[name][-1]):
+                best[name] = ends
+    for name, ends in best.items():
+        plain = best["KVCache"][len(ends) - 1]
+        done = min(tokens, len(ends) * chunk)
+        yield {"cache": name, "budget": budget, "tokens": done, "seconds": ends[-1], "over KVCache": ends[-1] / plain}
+
+
+def _read(model: Any, prompt: mx.array, chunk: int, policy: str, when: str, budget: int, limit: float) -> list[float]:
+    """Seconds from the beginning to the end of each chunk; the last includes the eviction at the prompt's end."""
+    if policy == "full":
+        caches: list[Any] = [KVCache() for _ in model.layers]
+    else:
+        chosen = keyformer.POLICIES[policy]()
+        caches = keyformer.make_prompt_cache(model, chosen, budget=budget, prefill=when)
+    evicting = [c for c in caches if isinstance(c, keyformer.KeyformerKVCache)]
+    ends: list[float] = []
+    with keyformer.attached(model) if evicting else nullcontext():
+        mx.eval(prompt)
+        began = time.perf_counter()
+        for cache in evicting:
+            cache.begin_prefill()
+        for first in range(0, len(prompt), chunk):
+            model(prompt[None, first : first + chunk], cache=caches)
+            mx.eval([c.state for c in caches])
+            last = first + chunk >= len(prompt)
+            if last:
+                for cache in evicting:
+                    cache.end_prefill()
+                mx.eval([c.state for c in caches])
+            mx.clear_cache()
+            ends.append(time.perf_counter() - began)
+            if ends[-1] > limit:
+                break
+    return ends

@@ -1,0 +1,171 @@
+"""The walk's and the insertion's Metal source, run on a CPU, against float64."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from emulator import BACKWARD, FORWARD, MetalKernel, run_sanitized
+from mistakes import INSERT_MISTAKES, LOGIT_MISTAKES, WALK_MISTAKES, Mistake
+from walk_cases import CASES, ROW_CASES, Case, RowCase, check, check_row, make, make_row, truth
+
+from keyformer.kernels import insert, walk
+from keyformer.kernels.build import MOST_BYTES
+
+pytestmark = pytest.mark.metal
+
+SCHEDULES = (FORWARD, BACKWARD, 2, 3)
+Pair = tuple[MetalKernel, MetalKernel]
+
+
+def walk_kernel(source: str = walk.SOURCE, header: str = walk.HEADER) -> MetalKernel:
+    return MetalKernel("keyformer_walk", walk.INPUTS, walk.OUTPUTS, source, header)
+
+
+def insert_kernels(
+    source: str = insert.SOURCE, header: str = insert.HEADER, logit_source: str = insert.LOGIT_SOURCE
+) -> Pair:
+    return (
+        MetalKernel("keyformer_row_logits", insert.LOGIT_INPUTS, insert.LOGIT_OUTPUTS, logit_source, ""),
+        MetalKernel("keyformer_insert", insert.INPUTS, insert.OUTPUTS, source, header),
+    )
+
+
+@pytest.fixture(scope="module")
+def kernel() -> MetalKernel:
+    return walk_kernel()
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Pair:
+    return insert_kernels()
+
+
+def run(kernel: MetalKernel, case: Case, threads: int, schedule: int = FORWARD) -> int:
+    block = make(case)
+    kernel.schedule = schedule
+    slots = min(case.prior + case.tokens, case.budget)
+    most = case.tile * 8 * case.rows * (slots + walk._TILE) if case.tile else 1 << 28
+    limits = case.budget, case.n_sink, case.recent
+    index, scores = walk.walk_kernel(
+        kernel, threads, block.stored, block.new, block.scores, *limits, block.gumbel, block.taus, most
+    )
+    return check(case, truth(case, block), index, scores)
+
+
+def run_row(kernels: Pair, case: RowCase, threads: int, schedule: int = FORWARD) -> int:
+    rows, new, limits = make_row(case)
+    assert insert.unsupported(rows, new) is None
+    for kernel in kernels:
+        kernel.schedule = schedule
+    if case.evicts:
+        after, index = insert.evict_kernel(kernels[1], rows, limits, case.tau, threads)
+    else:
+        arrival = case.token, case.noise_at, case.position
+        after, index = insert.insert_kernel(kernels, rows, new, *arrival, limits, case.tau, threads)
+    return check_row(case, rows, new, limits, after, index)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_walk_in_every_order(kernel: MetalKernel, case: Case) -> None:
+    assert sum(run(kernel, case, 64, schedule) for schedule in SCHEDULES) == 0
+
+
+@pytest.mark.parametrize("case", ROW_CASES.values(), ids=ROW_CASES)
+def test_every_insertion_in_every_order(kernels: Pair, case: RowCase) -> None:
+    assert sum(run_row(kernels, case, 64, schedule) for schedule in SCHEDULES) == 0
+
+
+@pytest.mark.parametrize("threads", [32, 96, 128, 256, 512])
+def test_any_number_of_threads(kernel: MetalKernel, kernels: Pair, threads: int) -> None:
+    for name in ("several rows a thread", "ties among several rows a thread", "in tiles"):
+        assert run(kernel, CASES[name], threads) == 0
+        assert kernel.threadgroup_bytes <= MOST_BYTES
+    for name in ("several rows a thread", "float16, turned"):
+        assert run_row(kernels, ROW_CASES[name], threads) == 0
+
+
+def test_the_widest_walk_fits_into_threadgroup_memory(kernel: MetalKernel) -> None:
+    for sizes in walk._SIZES.values():
+        threads, per_thread = sizes[-1]
+        case = CASES["noise"]
+        block = make(case)
+        limits = case.budget, case.n_sink, case.recent
+        columns = walk._columns(threads * per_thread, walk._TILE)
+        assert columns <= walk._MOST_COLUMNS
+        index, scores = walk.walk_kernel(
+            kernel,
+            threads,
+            block.stored,
+            block.new,
+            block.scores,
+            *limits,
+            block.gumbel,
+            block.taus,
+            variant=(1, columns),
+        )
+        assert check(case, truth(case, block), index, scores) == 0
+        assert kernel.threadgroup_bytes <= MOST_BYTES
+
+
+def test_the_same_block_gives_the_same_bits_in_every_order(kernel: MetalKernel) -> None:
+    block, bits = make(CASES["noise"]), set()
+    for schedule in range(6):
+        kernel.schedule = schedule
+        out = walk.walk_kernel(kernel, 128, block.stored, block.new, block.scores, 50, 2, 7, block.gumbel, block.taus)
+        bits.add(b"".join(np.array(a).tobytes() for a in out))
+    assert len(bits) == 1
+
+
+def test_a_float16_key_turned_by_the_kernel_is_that_of_the_operations_but_for_its_last_bit(kernels: Pair) -> None:
+    case = ROW_CASES["one eviction, float16, turned"]
+    rows, _, limits = make_row(case)
+    one, _ = insert.evict_kernel(kernels[1], rows, limits, case.tau, 64)
+    two, _ = insert.evict_ops(rows, limits, case.tau)
+    a, b = (np.array(x.keys.view(mx.int16), np.int32) for x in (one, two))
+    a, b = (np.where(x < 0, -32768 - x, x) for x in (a, b))  # in the order of the numbers
+    assert np.abs(a - b).max() <= 1 and (a == b).mean() > 0.99
+
+
+def caught(mistake: Mistake, run_case: object) -> None:
+    with pytest.raises(mistake.caught_by) as error:
+        for schedule in SCHEDULES:
+            for case in mistake.cases:
+                assert run_case(case, schedule) == 0, "another row"  # type: ignore[operator]
+    assert mistake.says in str(error.value)
+
+
+@pytest.mark.parametrize("name", WALK_MISTAKES)
+def test_a_mistake_planted_in_the_walk_is_caught(name: str) -> None:
+    mistake = WALK_MISTAKES[name]
+    kernel = walk_kernel(*mistake.plant(walk.SOURCE, walk.HEADER))
+    caught(mistake, lambda case, schedule: run(kernel, CASES[case], 64, schedule))
+
+
+@pytest.mark.parametrize("name", INSERT_MISTAKES)
+def test_a_mistake_planted_in_the_insertion_is_caught(name: str) -> None:
+    mistake = INSERT_MISTAKES[name]
+    kernels = insert_kernels(*mistake.plant(insert.SOURCE, insert.HEADER))
+    caught(mistake, lambda case, schedule: run_row(kernels, ROW_CASES[case], 64, schedule))
+
+
+@pytest.mark.parametrize("name", LOGIT_MISTAKES)
+def test_a_mistake_planted_in_the_new_rows_logits_is_caught(name: str) -> None:
+    mistake = LOGIT_MISTAKES[name]
+    logit_source, _ = mistake.plant(insert.LOGIT_SOURCE, "")
+    kernels = insert_kernels(logit_source=logit_source)
+    caught(mistake, lambda case, schedule: run_row(kernels, ROW_CASES[case], 64, schedule))
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+@pytest.mark.parametrize("mistake", ["", "the same half every time", "reads beyond the tokens"])
+def test_sanitizers_find_nothing_in_the_walk_but_planted_mistakes(sanitizer: str, mistake: str) -> None:
+    found_by = "address" if mistake == "reads beyond the tokens" else "thread"
+    run_sanitized("walk", sanitizer, mistake, bool(mistake) and sanitizer == found_by)
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+@pytest.mark.parametrize("mistake", ["", "no barrier before the last choice", "reads beyond the rows"])
+def test_sanitizers_find_nothing_in_the_insertion_but_planted_mistakes(sanitizer: str, mistake: str) -> None:
+    found_by = "address" if mistake == "reads beyond the rows" else "thread"
+    run_sanitized("insert", sanitizer, mistake, bool(mistake) and sanitizer == found_by)
