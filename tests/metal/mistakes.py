@@ -295,8 +295,16 @@ WALK_MISTAKES: dict[str, Mistake] = {
     "the newcomer that went is in the sum": _source("leaves ? new_e : full", "full", "no recent rows, noise"),
     "sums of one simdgroup": _source("sums[g] += sums[o];", "", "noise"),
     "sums are never made again": _source(_RATIO, "", "rows that took most of the mass go"),
-    "sums of nothing are not made again": _source(
-        _RATIO, "redo = redo || out > 0.5f * every;", "rows far above all others go"
+    "sums of nothing are nothing": Mistake(
+        lambda s, h: (
+            replaced(
+                replaced(s, _RATIO, "redo = redo || out > 0.5f * every;"),
+                "share = 1.0f / left;",
+                "share = left > 0.0f ? 1.0f / left : 0.0f;",
+            ),
+            h,
+        ),
+        cases=("rows far above all others go",),
     ),
     "what is left of a sum is trusted": _source(
         _RATIO, "redo = redo || !(left > 1e-30f);", "rows that took most of the mass go"
