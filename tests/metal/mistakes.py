@@ -280,11 +280,9 @@ WALK_MISTAKES: dict[str, Mistake] = {
     "scores of another head": _source("= scores + size_t(row) * size_t(all);", "= scores;", "noise"),
     "logits of another head": _source("logits + size_t(row) *", "logits + size_t(0) *", "noise"),
     "the budget and one": _refused("full = here + 1 > budget", "full = here > budget", "beyond an output"),
-    "a newcomer in the wrong place": _source(
-        "i == here / THREADS", "i == (here + 1) / THREADS", "several rows a thread, from nothing"
-    ),
+    "a newcomer in the wrong place": _source("i == here / THREADS", "i == 0", "several rows a thread, from nothing"),
     "a newcomer with the wrong thread": _source(
-        "here % THREADS == tid", "(here + 1) % THREADS == tid", "several rows a thread, from nothing"
+        "here % THREADS == tid", "here % 32 == tid", "several rows a thread, from nothing"
     ),
     "the first row of all starts at 0": _source("coming_score = 1.0f;", "", "nothing stored, no noise"),
     "every first row starts at 1": _source("if (prior == 0 && coming_score", "if (coming_score", "no noise"),
@@ -341,8 +339,16 @@ WALK_MISTAKES: dict[str, Mistake] = {
     "the newcomer that went is in the sum": _source("leaves ? new_e : full", "full", "no recent rows, noise"),
     "sums of one simdgroup": _source("sums[g] += sums[o];", "", "noise"),
     "sums are never made again": _source(_RATIO, "", "rows that took most of the mass go"),
-    "sums of nothing are not made again": _source(
-        _RATIO, "redo = redo || out > 0.5f * every;", "rows far above all others go"
+    "sums of nothing are nothing": Mistake(
+        lambda s, h: (
+            replaced(
+                replaced(s, _RATIO, "redo = redo || out > 0.5f * every;"),
+                "share = 1.0f / left;",
+                "share = left > 0.0f ? 1.0f / left : 0.0f;",
+            ),
+            h,
+        ),
+        cases=("rows far above all others go",),
     ),
     "what is left of a sum is trusted": _source(
         _RATIO, "redo = redo || !(left > 1e-30f);", "rows that took most of the mass go"
@@ -433,7 +439,7 @@ INSERT_MISTAKES: dict[str, Mistake] = {
     "one sink too many": _source("for (int j = n_sink + tid;", "for (int j = n_sink + 1 + tid;", "ties"),
     "recent rows may go": _source("j < every - recent;", "j < every;", "no noise", "noise"),
     "the new row may not go": _source("j < every - recent;", "j < n - recent;", "a new row that goes"),
-    "noise without temperature": _source("x += tau * (old", "x += (old", "noise"),
+    "noise without temperature": _source("x += tau * (old", "x += (old", "many heads"),
     "noise at temperature 0": _source("if (tau != 0.0f) x += tau *", "x +=", "no noise", "no recent rows"),
     "NaN is not last": _source("x = x > -INFINITY ? x : -INFINITY;", "", "a score that is no number"),
     # mass
