@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -308,3 +309,23 @@ class MetalKernel:
             raise MetalError("the kernel wrote beyond an output")
         made = zip(outputs, output_dtypes, strict=True)
         return [mx.array(o).view(mx.bfloat16) if d == mx.bfloat16 else mx.array(o) for o, d in made]
+
+
+def sanitized(sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`sanitized.py` in a process of its own, with that sanitizer's runtime loaded first; it exits with 66 if found."""
+    library = {"thread": "tsan", "address": "asan"}[sanitizer]
+    name = f"libclang_rt.{library}-{platform.machine()}.so"
+    found = subprocess.run([CLANG, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    runtime = Path(found.stdout.strip())
+    if not runtime.is_absolute():
+        folder = subprocess.run([CLANG, "-print-resource-dir"], capture_output=True, text=True, check=True)
+        runtime = Path(folder.stdout.strip()) / "lib" / "linux" / name
+    assert runtime.exists(), f"expected {name}. Install it: apt-get install libclang-rt-19-dev"
+    suppressed = _HERE / "suppressed.txt"  # MLX and its BLAS are not built for the thread sanitizer
+    environment = os.environ | {
+        "LD_PRELOAD": str(runtime),
+        "TSAN_OPTIONS": f"exitcode=66 ignore_noninstrumented_modules=1 symbolize=0 suppressions={suppressed}",
+        "ASAN_OPTIONS": "detect_leaks=0 symbolize=0 exitcode=66",
+    }
+    command = [sys.executable, str(_HERE / "sanitized.py"), sanitizer, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

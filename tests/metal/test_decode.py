@@ -5,24 +5,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from decode_cases import CASES, Case, check, make, truth
-from emulator import BACKWARD, CLANG, FORWARD, MetalError, MetalKernel
+from emulator import BACKWARD, FORWARD, MetalError, MetalKernel, sanitized
 from mistakes import MISTAKES
 
 from keyformer.kernels import decode
 from keyformer.kernels.build import MOST_BYTES, THREADS
 
 pytestmark = pytest.mark.metal
-
-HERE = Path(__file__).resolve().parent
 
 
 def new_kernel(source: str = decode.SOURCE, header: str = decode.HEADER) -> MetalKernel:
@@ -98,22 +91,7 @@ def test_a_planted_mistake_is_caught(name: str) -> None:
     "mistake", ["", "a barrier is missing", "numbers of one vector by several threads", "reads beyond the rows"]
 )
 def test_sanitizers_find_nothing_but_planted_mistakes(sanitizer: str, mistake: str) -> None:
-    library = {"thread": "tsan", "address": "asan"}[sanitizer]
-    name = f"libclang_rt.{library}-{os.uname().machine}.so"
-    found = subprocess.run([CLANG, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
-    runtime = Path(found.stdout.strip())
-    if not runtime.is_absolute():
-        folder = subprocess.run([CLANG, "-print-resource-dir"], capture_output=True, text=True, check=True)
-        runtime = Path(folder.stdout.strip()) / "lib" / "linux" / name
-    assert runtime.exists(), f"expected {name}. Install it: apt-get install libclang-rt-19-dev"
-    suppressed = HERE / "suppressed.txt"  # MLX and its BLAS are not built for the thread sanitizer
-    environment = os.environ | {
-        "LD_PRELOAD": str(runtime),
-        "TSAN_OPTIONS": f"exitcode=66 ignore_noninstrumented_modules=1 symbolize=0 suppressions={suppressed}",
-        "ASAN_OPTIONS": "detect_leaks=0 symbolize=0 exitcode=66",
-    }
-    command = [sys.executable, str(HERE / "sanitized.py"), sanitizer, mistake]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = sanitized(sanitizer, "decode", mistake)
     found_by = "address" if mistake == "reads beyond the rows" else "thread"
     if mistake and sanitizer == found_by:
         assert done.returncode == 66, done.stdout + done.stderr

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cuda import CudaKernel
-from emulator import BACKWARD, FORWARD, MetalKernel
+from emulator import BACKWARD, FORWARD, MetalKernel, sanitized
 from mistakes import PREFILL_MISTAKES
 from prefill_cases import CASES, Case, check, make, truth
 
@@ -105,3 +105,14 @@ def test_a_planted_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch)
             for case in mistake.cases:
                 run(kernel, tiles, CASES[case])
     assert mistake.says in str(caught.value)
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+@pytest.mark.parametrize("mistake", ["", "a barrier is missing", "another barrier is missing", "reads beyond the rows"])
+def test_sanitizers_find_nothing_but_planted_mistakes(sanitizer: str, mistake: str) -> None:
+    done = sanitized(sanitizer, "prefill", mistake)
+    found_by = "address" if mistake == "reads beyond the rows" else "thread"
+    if mistake and sanitizer == found_by:
+        assert done.returncode == 66, done.stdout + done.stderr
+    else:
+        assert (done.returncode, done.stdout.strip()) == (0, "ran"), done.stderr
