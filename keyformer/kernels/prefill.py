@@ -209,6 +209,7 @@ def _tiles(back_end: str, dtype: mx.Dtype, D: int) -> Tiles:
     return Tiles(4, 2, 8, 16, 2) if D <= 128 else Tiles(4, 1, 4, 16, 2)
 
 
+@lru_cache  # the same strings every time: `build` looks them up
 def _headers(back_end: str, tiles: Tiles) -> tuple[str, str]:
     """What stands before the kernel: for both GPUs, for Metal or CUDA alone."""
     if back_end == "metal":
