@@ -564,7 +564,7 @@ PREFILL_MISTAKES: dict[str, PrefillMistake] = {
         enough=1024,
     ),
     "the tile after": _prefill("tile_now = STAGES == 1 ? tile_next", "tile_now = STAGES == 1 ? tile_next + 1"),
-    "parts that overlap": _prefill("tile_next += step;", "tile_next += 1;", "many queries", enough=3),
+    "parts that overlap": _prefill("tile_next += step;", "tile_next += 1;", "many queries", enough=20),
     "a part is lost": _prefill("- part + step - 1) / step", "- part) / step", enough=1024),
     "a barred row takes mass": _prefill(
         "bar = bar || !(bars[buffer + x] < INFINITY);", "bar = false;", "every axis differs", "most rows barred"
@@ -572,7 +572,9 @@ PREFILL_MISTAKES: dict[str, PrefillMistake] = {
     "a barred row is given mass": _prefill("barred[row0 + size_t(r)] < INFINITY ? sum[i][s] : 0.0f", "sum[i][s]"),
     "a deaf query gives NaN": _prefill("gives ? top[i][s] +", "true ? top[i][s] +", "deaf queries", "blind queries"),
     "a capped deaf query": _prefill(
-        "isfinite(l) ? cap * tanh(l / cap) : INFINITY", "cap * tanh(l / cap)", "deaf queries, soft cap"
+        "isfinite(l) ? cap * tanh(l / cap) * divisor : INFINITY",
+        "cap * tanh(l / cap) * divisor",
+        "deaf queries, soft cap",
     ),
     # the mass
     "no maximum": _prefill("most = fmax(top[i][s], most * unit);", "most = 0.0f;", "logits far apart"),

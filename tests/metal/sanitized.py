@@ -8,11 +8,12 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "keyformer"), str(HERE.parent.paren
 
 import decode_cases  # noqa: E402
 import numpy as np  # noqa: E402
+import prefill_cases  # noqa: E402
 import walk_cases  # noqa: E402
 from emulator import MetalKernel  # noqa: E402
 from mistakes import BARRIER, nth, replaced  # noqa: E402
 
-from keyformer.kernels import decode, insert, walk  # noqa: E402
+from keyformer.kernels import decode, insert, prefill, walk  # noqa: E402
 
 what, sanitizer, mistake = sys.argv[1:]
 if what == "decode":
@@ -43,6 +44,20 @@ elif what == "walk":
         block = walk_cases.make(one)
         limits = one.budget, one.n_sink, one.recent
         walk.walk_kernel(kernel, 128, block.stored, block.new, block.scores, *limits, block.gumbel, block.taus)
+elif what == "prefill":
+    source = {
+        "": lambda s: s,
+        "a barrier is missing": lambda s: nth(s, BARRIER, 1, ""),
+        "another barrier is missing": lambda s: nth(s, BARRIER, 2, "{}"),
+        "reads beyond the rows": lambda s: replaced(s, "size_t(min(y0 + y, most))", "size_t(y0 + y)"),
+    }[mistake](prefill.SOURCE)
+    tiles = prefill.Tiles(2, 2, 2)
+    header, _ = prefill._headers("metal", tiles)
+    kernel = MetalKernel("keyformer_prefill", prefill.INPUTS, prefill.OUTPUTS, source, header, sanitizer=sanitizer)
+    prefill._ENOUGH = 1  # many tiles for each threadgroup
+    for name in ("everything", "no spare rows"):
+        mass = prefill.mass_kernel(kernel, tiles, prefill_cases.make(prefill_cases.CASES[name]))
+        assert mistake or np.array(mass).min() >= 0
 else:
     source, logit_source = insert.SOURCE, insert.LOGIT_SOURCE
     if mistake == "no barrier before the last choice":

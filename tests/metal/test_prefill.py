@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from cuda import CudaKernel
-from emulator import BACKWARD, FORWARD, MetalKernel
+from emulator import BACKWARD, FORWARD, MetalKernel, run_sanitized
 from mistakes import PREFILL_MISTAKES
 from prefill_cases import CASES, Case, check, make, truth
+from small import Stream, a_policy, attend, kept_positions, kept_scores
 
+from keyformer import KeyformerKVCache
 from keyformer.kernels import prefill
 from keyformer.kernels.build import MOST_BYTES
 from keyformer.kernels.prefill import INPUTS, OUTPUTS, SOURCE, Tiles
@@ -56,7 +60,7 @@ def test_every_case_in_the_text_for_cuda(case: Case, monkeypatch: pytest.MonkeyP
     run(kernel, tiles, case, true)
 
 
-@pytest.mark.parametrize("enough", [1, 3, 1024])
+@pytest.mark.parametrize("enough", [1, 30, 1024])
 @pytest.mark.parametrize("name", ["every axis differs", "everything", "many queries"])
 def test_many_blocks_and_parts_in_every_order(name: str, enough: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "_ENOUGH", enough)
@@ -75,6 +79,39 @@ def test_the_same_call_gives_the_same_bits_in_every_order() -> None:
         kernel.schedule = schedule
         bits.add(np.array(prefill.mass_kernel(kernel, SMALL, call)).tobytes())
     assert len(bits) == 1
+
+
+@pytest.mark.parametrize("prefill_by", ["full", "chunked"])
+@pytest.mark.parametrize(
+    "kind", ["h2o", "h2o, decay", "keyformer", "keyformer, frozen", "queries, noise at the decision"]
+)
+def test_a_cache_keeps_the_same_rows_with_and_without_kernels(
+    kind: str, prefill_by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the dispatcher: its first try on a corner, the cache's own buffer, scores and positions."""
+    stream = Stream.random(5, 110, 4, 2, 16, 12)
+    built = []
+
+    def build(
+        back_end: str, name: str, inputs: Any, outputs: Any, source: str, header: str, cuda_header: str
+    ) -> MetalKernel:
+        built.append(MetalKernel(name, inputs, outputs, source, header))
+        return built[-1]
+
+    kept = []
+    for back_end in (None, "metal"):
+        monkeypatch.setattr(prefill, "backend", lambda back_end=back_end: back_end)
+        monkeypatch.setattr(prefill, "build", build)
+        monkeypatch.setattr(prefill, "_serves", {})
+        cache = KeyformerKVCache(a_policy(kind, n_sink=1, recent=2, seed=3), 40, layer=1, prefill=prefill_by)
+        cache.begin_prefill()
+        for first in range(0, 110, 55):
+            attend(cache, *stream.part(first, first + 55), stream.scale)
+        cache.end_prefill()
+        kept.append((kept_positions(cache), kept_scores(cache)))
+    assert len(built) == 2 and list(prefill._serves.values()) == [True]
+    assert kept[0][0] == kept[1][0]
+    np.testing.assert_allclose(kept[0][1], kept[1][1], rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -105,3 +142,10 @@ def test_a_planted_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch)
             for case in mistake.cases:
                 run(kernel, tiles, CASES[case])
     assert mistake.says in str(caught.value)
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+@pytest.mark.parametrize("mistake", ["", "a barrier is missing", "another barrier is missing", "reads beyond the rows"])
+def test_sanitizers_find_nothing_but_planted_mistakes(sanitizer: str, mistake: str) -> None:
+    found_by = "address" if mistake == "reads beyond the rows" else "thread"
+    run_sanitized("prefill", sanitizer, mistake, bool(mistake) and sanitizer == found_by)
