@@ -301,7 +301,6 @@ def _threadgroup_bytes(tiles: _Tiles, threads: int) -> int:
     return tiles.heads * tiles.vectors * 16 + threads // 32 * (2 * tiles.heads + 3) * 4
 
 
-@lru_cache
 def decode_source(back_end: str, layers: int) -> Kernel:
     """The kernel for so many layers."""
     return build(back_end, "keyformer_decode", inputs(layers), OUTPUTS, SOURCE, header(layers))
@@ -408,6 +407,7 @@ def _bits(number: float) -> int:
     return int(bits)
 
 
+@lru_cache
 def inputs(layers: int) -> tuple[str, ...]:
     """Names of the kernel's inputs: queries and keys of each layer, then what all share."""
     own = [f"{name}{layer}" for name in ("queries", "keys") for layer in range(layers)]
@@ -417,6 +417,7 @@ def inputs(layers: int) -> tuple[str, ...]:
 OUTPUTS = ("scores_out", "positions_out", "masses_out", "slot_out")
 
 
+@lru_cache
 def header(layers: int, text: str | None = None) -> str:
     """HEADER, or that text in its place, and which layer's queries and keys a threadgroup reads."""
 

@@ -36,10 +36,19 @@ struct Thread {
 inline void __syncthreads(int line = __builtin_LINE()) { kf_barrier(1, line); }
 inline bool __any_sync(unsigned, bool v, int line = __builtin_LINE()) { return kf_ballot(v, line) != 0; }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __uint_as_float(uint32_t x) { return __builtin_bit_cast(float, x); }
 template <typename T>
 T __shfl_xor_sync(unsigned, T v, int mask, int line = __builtin_LINE()) {
   return __builtin_bit_cast(T, kf_shuffle(__builtin_bit_cast(uint32_t, v), 1, uint32_t(mask), line));
+}
+inline int __shfl_up_sync(unsigned, int v, int by, int line = __builtin_LINE()) {
+  const int lane = int(kf_attribute(6, 0));
+  return int(kf_shuffle(uint32_t(v), 0, uint32_t(lane < by ? lane : lane - by), line));
+}
+inline int __reduce_max_sync(unsigned, int v) {
+  for (int o = 16; o; o /= 2) v = max(v, __shfl_xor_sync(~0u, v, o));
+  return v;
 }
 inline int __reduce_min_sync(unsigned, int v) {
   for (int o = 16; o; o /= 2) v = min(v, __shfl_xor_sync(~0u, v, o));
