@@ -99,7 +99,7 @@ def test_a_planted_mistake_is_found_and_named(
     assert selftest.main(["--quick", "--json", str(file)]) == 1
     output = capsys.readouterr().out
     seed = CASES["keyformer"].seed
-    assert f"\n  case 'keyformer': seed {seed}, sequence 0, KV head 0, slot 0: score " in output
+    assert f"\n  case 'keyformer': seed {seed}, layer 3, sequence 0, KV head 0, slot 0: score " in output
     assert "\nsmall model, keyformer: The decode kernel differs from its definition here" in output
     last = output.splitlines()[-1]
     assert last.startswith("WRONG: kernel decode; small model, keyformer") and "send this whole output" in last
