@@ -13,7 +13,7 @@ import json
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -33,11 +33,19 @@ if TYPE_CHECKING:
 
 _STEP = 256
 _UNBOUNDED = 2**31 - 2
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 NO_WINDOW = (
     "KeyformerKVCache serves global attention only, got a sliding window of {}; keep mlx-lm's RotatingKVCache for that "
     "layer."
 )
+
+
+class _Last(NamedTuple):
+    """A prompt's last queries so far, of which a policy counts no others, and how many rows and tokens there were."""
+
+    asked: Asked
+    rows: int
+    offset: int
 
 
 class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
@@ -116,7 +124,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         self._prior = 0  # rows stored before the open prompt
         self._new: mx.array | None = None  # keys of this call's rows
         self._unseen = 0  # new rows whose attention nobody has shown us yet
-        self._last_asked: tuple[Asked, int, int] | None = None  # in a prompt: the last queries, rows and tokens then
+        self._last_asked: _Last | None = None
         self._asked: list[Asked] = []  # by the layers that have read this call's rows, while more will
         self._read: tuple[mx.array, mx.array] | None = None  # what this call returned, where eviction would change it
         self._whole: weakref.ref[mx.array] | None = None  # keys last fetched, where they are the first of `keys`
@@ -143,6 +151,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         if not self.policy.evicts:
             return None if self.keys is None else _starting_scores(self.keys)
         rows = self._own_rows()
+        self._ask_now()
         return self._scores if rows is None else rows.scores
 
     @property
@@ -159,6 +168,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
     def masses(self) -> mx.array | None:
         """[B, Hkv, capacity, window] float32, one column per counted query, for a policy with a window."""
         rows = self._own_rows() if self.policy.window else None
+        self._ask_now()
         return self._masses if rows is None else rows.masses
 
     def _own_rows(self) -> Rows | None:
@@ -173,8 +183,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         return rows
 
     def _settle(self) -> None:
-        """What waits, for other layers or for the end of the prompt, waits no longer."""
-        self._ask_now()
+        """What waits for other layers waits no longer."""
         if self.undecided:
             self.group.decide()
 
@@ -206,18 +215,14 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
     @property
     def nbytes(self) -> int:
         """Bytes allocated, bookkeeping included."""
-        self._settle()
-        computed = not self.policy.evicts
-        arrays = (self.keys, self.values, *(() if computed else self._arrays()[2:]), self._slot)
-        return sum(a.nbytes for a in arrays if a is not None)
+        asked = () if self._last_asked is None else (self._last_asked.asked.queries,)
+        return sum(a.nbytes for a in (*self._arrays(), self._slot, *asked) if a is not None)
 
     def _arrays(self) -> tuple[mx.array | None, ...]:
         """Everything stored per row; rows are axis 2 of each."""
-        self._settle()
-        return self.keys, self.values, self.scores, self.positions, self.masses, self.shifts
-
-    def _prompt_arrays(self) -> tuple[mx.array | None, ...]:
-        """`_arrays` in a prompt, as they are, whatever waits."""
+        rows = self._own_rows() if self.policy.evicts else None
+        if rows is not None:
+            return self.keys, self.values, rows.scores, rows.positions, rows.masses, self.shifts
         return self.keys, self.values, self._scores, self._positions, self._masses, self.shifts
 
     def _set_arrays(self, arrays: Iterable[mx.array | None]) -> None:
@@ -463,6 +468,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         if not self._in_prompt:
             return
         self._settle()
+        self._ask_now()
         if self.keys is not None:
             self._select()  # still part of the prompt: the temperature is that of step 0
         self._read = None
@@ -529,7 +535,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         room = [None if a is None else mx.zeros((*a.shape[:2], more, *a.shape[3:]), a.dtype) for a in new]
         self._set_arrays(
             r if o is None or r is None else mx.concatenate([o, r], axis=2)
-            for o, r in zip(self._prompt_arrays() if self._slot is None else self._arrays(), room, strict=True)
+            for o, r in zip(self._arrays(), room, strict=True)
         )
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
@@ -537,7 +543,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         S, first = keys.shape[2], self._rows[0]
         new = self._new_rows(keys, values)
         self._reserve(new, first + S)
-        for a, rows in zip(self._prompt_arrays(), new, strict=True):
+        for a, rows in zip(self._arrays(), new, strict=True):
             if a is not None and rows is not None:
                 a[:, :, first : first + S] = rows
         self._rows[0] += S
@@ -601,7 +607,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         self._touched = self._touched or asked is not None
         if asked is not None and self._can_ask_later(keys, asked):
             queries = mx.contiguous(asked.queries[:, :, -self.policy.window :])
-            self._last_asked = replace(asked, queries=queries), self._rows[0], self._offsets[0]
+            self._last_asked = _Last(replace(asked, queries=queries), self._rows[0], self._offsets[0])
             return [queries, *(a for a in (self._scores, self._positions, self.shifts) if a is not None)]
         if asked is not None:
             self._add_query_mass(keys, asked, self._offsets)
@@ -640,9 +646,9 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
     def _ask_now(self) -> None:
         """The last queries that were kept for later score the rows they attended to."""
         if self._last_asked is not None:
-            (asked, n, offset), self._last_asked = self._last_asked, None
+            (asked, rows, offset), self._last_asked = self._last_asked, None
             assert self.keys is not None
-            self._add_query_mass(self.keys[..., :n, :], asked, [offset])
+            self._add_query_mass(self.keys[..., :rows, :], asked, [offset])
 
     def _add_query_mass(self, keys: mx.array, asked: Asked, offsets: list[int]) -> None:
         """A prompt call's queries score the rows they attended to."""
@@ -780,14 +786,17 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
 
     @property
     def state(self) -> Any:
-        """Everything, rows in temporal order: keys, values, scores, positions, masses, shifts, and settings as JSON."""
+        """Everything, rows in temporal order: keys, values, scores, positions, masses, shifts; a prompt's last queries
+        and their sinks, where they are still to be scored; settings as JSON."""
         arrays = self._arrays()
+        if not self.policy.evicts:
+            arrays = self.keys, self.values, self.scores, self.positions, None, None
         if self.keys is not None:
             index = None if self._slot is None else self._temporal()
             n = self._rows[0]
             arrays = tuple(None if a is None else a[:, :, :n] if index is None else _take(a, index) for a in arrays)
         known = type(self.policy) in (Policy, POLICIES.get(self.policy.name))
-        settings = {
+        settings: dict[str, Any] = {
             "version": _STATE_VERSION,
             "policy": {"name": self.policy.name, **asdict(self.policy)} if known else None,
             "budget": self.budget,
@@ -805,11 +814,16 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             "touched": self._touched,
             "shifted": self._shifted,
         }
-        return (*arrays, json.dumps(settings))
+        last = self._last_asked
+        if last is None:
+            return (*arrays, None, None, json.dumps(settings))
+        asked = last.asked
+        settings["last"] = last.rows, last.offset, asked.scale, asked.mask, asked.soft_cap
+        return (*arrays, asked.queries, asked.sinks, json.dumps(settings))
 
     @state.setter
     def state(self, v: Any) -> None:
-        *arrays, text = v
+        *arrays, queries, sinks, text = v
         s = json.loads(text)
         if s.get("version") != _STATE_VERSION:
             raise ValueError(
@@ -836,6 +850,9 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             readers=s["readers"],
         )
         self._set_arrays(arrays)
+        if queries is not None:
+            n, offset, scale, mask, soft_cap = s["last"]
+            self._last_asked = _Last(Asked(queries, scale, mask, sinks, soft_cap), n, offset)
         self._rows = [0 if self.keys is None else self.keys.shape[2]]
         self._offsets, self._steps = [s["offset"]], [s["steps"]]
         self._in_prompt, self._announced, self._prior = s["in_prompt"], s["announced"], s["prior"]
