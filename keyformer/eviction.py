@@ -76,6 +76,7 @@ def walk(
     recent: int,
     gumbel: mx.array | None = None,
     temperatures: Sequence[float] = (),
+    tile_bytes: int = 1 << 28,
 ) -> tuple[mx.array, mx.array]:
     """Insert rows one after another, each incoming key scoring the rows alive before it (the key is its own query).
 
@@ -91,6 +92,7 @@ def walk(
             ranked last, which gives and takes no mass.
         gumbel: [B, H, m + S] float32, the frozen noise g of each row.
         temperatures: tau at each of the S decisions; unused without `gumbel`.
+        tile_bytes: bound on the float32 logits that the kernel has at once; the other two hold those of 64 rows.
 
     Returns:
         indices [B, H, min(m + S, budget)] int32 of the survivors in temporal order (into stored, then new rows), and
@@ -106,7 +108,7 @@ def walk(
     else:
         from .kernels.walk import walk_on_device  # which needs this module
 
-        index, kept = walk_on_device(stored, new, scores, budget, n_sink, recent, gumbel, temperatures)
+        index, kept = walk_on_device(stored, new, scores, budget, n_sink, recent, gumbel, temperatures, tile_bytes)
     return index.reshape(B, H, -1), kept.reshape(B, H, -1)
 
 

@@ -48,7 +48,7 @@ class Walk:
             self.keys.shape == other.keys.shape
             and self.keys.dtype == other.keys.dtype
             and (self.prior, self.limits) == (other.prior, other.limits)
-            and self.temperatures == other.temperatures
+            and (self.temperatures, self.tile_bytes) == (other.temperatures, other.tile_bytes)
             and (self.frozen is None) == (other.frozen is None)
         )
 
@@ -117,6 +117,7 @@ def _walk(alike: Sequence[tuple[KeyformerKVCache, Walk]]) -> list[mx.array]:
         *first.limits,
         _together(frozen) if frozen else None,
         first.temperatures,
+        first.tile_bytes,
     )
     made = []
     for i, (cache, _) in enumerate(alike):
