@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -53,6 +52,8 @@ class BatchKeyformerKVCache(KeyformerKVCache):
         self._touched = True  # a batch cannot be trimmed
         self._left = [0] * len(caches)  # left padding still to come
         self._lengths: list[int] | None = None  # tokens still to come before right padding
+        self._offset_of: list[int] | None = None  # the tokens seen when `_offset` was made
+        self._offset = mx.array(0)
         self._call: list[tuple[int, int, int]] = []  # of the last prompt call: left padding, tokens, rows read
         self._hold([c._copy() for c in caches])
 
@@ -130,8 +131,12 @@ class BatchKeyformerKVCache(KeyformerKVCache):
     @property
     def offset(self) -> mx.array:
         """[B] int32, what RoPE needs of each sequence; left padding counts down to it."""
+        if self._offset_of is self._offsets and self._steady is not None:
+            return self._offset
         at = self._offsets if self.rope is None else self.sizes()
-        return _numbers(*(o - p for o, p in zip(at, self._left, strict=True)))
+        self._offset = _numbers(*(o - p for o, p in zip(at, self._left, strict=True)))
+        self._offset_of = self._offsets
+        return self._offset
 
     def size(self) -> int:
         """Rows stored by the longest sequence."""
@@ -262,6 +267,8 @@ class BatchKeyformerKVCache(KeyformerKVCache):
             self._announced = announced
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self._steady == (keys.shape, values.shape) and not (self._unseen or self.undecided):
+            return self._replace_rows(keys, values)
         self._check_call(keys, values)
         S = keys.shape[2]
         self._settle()
@@ -297,7 +304,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
         carries = isinstance(mask, mx.array) and mask.dtype != mx.bool_
         if self._parts is None:
             # which rows a sequence has is known here; only logits that a mask carries are news
-            return super()._score(keys, asked if carries or mask is None else replace(asked, mask=None))
+            return super()._score(keys, asked if carries or mask is None else asked._replace(mask=None))
         self._unseen = 0
         pending = []
         for b, (left, real, rows) in enumerate(self._call):
@@ -308,7 +315,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
             if carries:
                 assert isinstance(mask, mx.array)
                 own = mx.broadcast_to(mask, (len(self._rows), *mask.shape[-3:]))[b : b + 1, :, columns, :rows]
-            one = replace(asked, queries=asked.queries[b : b + 1, :, columns], mask=own)
+            one = asked._replace(queries=asked.queries[b : b + 1, :, columns], mask=own)
             pending += self._parts[b]._score(keys[b : b + 1, :, :rows], one)
         self._count()
         return pending

@@ -117,6 +117,8 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         self._slot: mx.array | None = None  # [B, Hkv, 1, 1] int32, where the next decoded row goes
         self.group = LayerGroup(1)  # the layers whose decoded tokens are scored together
         self.undecided = False  # this call's rows wait for those of the other layers of the group
+        self._steady: tuple[Any, Any] | None = None  # shapes of a token's keys and values, where all rows are in use
+        self._targets: tuple[mx.array, mx.array]  # `_slot` in those shapes, while steady
         self._held: Rows | None = None  # scores, positions and masses of the whole group, while decoding
         self._place = 0  # this layer's first sequence there
         self._in_prompt = True
@@ -231,7 +233,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
 
     def _set_rows(self, scores: mx.array | None, positions: mx.array | None, masses: mx.array | None) -> None:
         """Keep these for oneself."""
-        self._held = None
+        self._held = self._steady = None
         if self.policy.evicts:
             self._scores, self._positions, self._masses = scores, positions, masses
 
@@ -332,6 +334,8 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             ValueError: more than one sequence, or sizes that differ from those stored.
             RuntimeError: the policy needs `keyformer.attached` and this call happens outside it.
         """
+        if self._steady == (keys.shape, values.shape) and not (self._unseen or self.undecided):
+            return self._replace_rows(keys, values)
         self._check_call(keys, values)
         S = keys.shape[2]
         if self.policy.window > S or not self._in_prompt:
@@ -350,6 +354,23 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         else:
             self._write(keys, values)
         return self._new_rows_fetched(keys)
+
+    def _replace_rows(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """`update_and_fetch` of a decoded token where every sequence is full, in as little Python as it takes: on a GPU
+        a token is bound by that."""
+        assert self.keys is not None and self.values is not None
+        self.keys = k = mx.put_along_axis(self.keys, self._targets[0], keys, axis=2)
+        self.values = v = mx.put_along_axis(self.values, self._targets[1], values, axis=2)
+        self._offsets = [o + 1 for o in self._offsets]
+        self._steps = [s + 1 for s in self._steps]
+        self._new = keys
+        if self.policy.attention == "query":
+            self._unseen = 1
+            return k, v
+        pending = self.group.add(self, Read(self.layer, k, k, keys))
+        if pending:
+            k, v = mx.depends([k, v], pending)
+        return k, v
 
     def _check_unannounced_end(self) -> None:
         if self.rope is not None and self.prefill == "full" and self._rows[0] > self._budgets[0]:
@@ -453,11 +474,18 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         Returns:
             Arrays to evaluate together with the attention's output.
         """
+        if self._steady is not None and keys is self.keys and not isinstance(mask, mx.array):
+            if not self._unseen:
+                return []
+            self._unseen = 0
+            assert self._new is not None
+            asked = Asked(queries, scale, mask, sinks, soft_cap)
+            return self.group.add(self, Read(self.layer, keys, keys, self._new, asked))
         self._asked.append(Asked(queries, scale, mask, sinks, soft_cap))
         if len(self._asked) < self.readers:
             return []
-        asked, self._asked = self._asked, []
-        return self._score(keys, _one_layer(asked, keys.shape[1])) if self._unseen else []
+        calls, self._asked = self._asked, []
+        return self._score(keys, _one_layer(calls, keys.shape[1])) if self._unseen else []
 
     def _score(self, keys: mx.array, asked: Asked) -> list[mx.array]:
         self._unseen = 0
@@ -607,7 +635,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         self._touched = self._touched or asked is not None
         if asked is not None and self._can_ask_later(keys, asked):
             queries = mx.contiguous(asked.queries[:, :, -self.policy.window :])
-            self._last_asked = _Last(replace(asked, queries=queries), self._rows[0], self._offsets[0])
+            self._last_asked = _Last(asked._replace(queries=queries), self._rows[0], self._offsets[0])
             return [queries, *(a for a in (self._scores, self._positions, self.shifts) if a is not None)]
         if asked is not None:
             self._add_query_mass(keys, asked, self._offsets)
@@ -720,11 +748,21 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         assert self._scores is not None and self._positions is not None
         return Rows(self._scores, self._positions, self._masses, self._slot)
 
-    def _decided(self, held: Rows, place: int, slot: mx.array) -> None:
+    def _can_be_steady(self) -> bool:
+        """Every sequence has used all its rows, and nothing but one more token is to be done for each token."""
+        n = self.keys.shape[2] if self.keys is not None else 0
+        plain = self.rope is None and self.readers == 1 and not self.uneven
+        return plain and all(r == n and r > m for r, m in zip(self._rows, self._budgets, strict=True))
+
+    def _decided(self, held: Rows, place: int, slot: mx.array, targets: tuple[mx.array, mx.array] | None) -> None:
         """Scores, positions and masses are in `held`, from sequence `place` on, and the next row goes to `slot`."""
         self._scores = self._positions = self._masses = None
         self._held, self._place, self._slot = held, place, slot
         self.undecided = False
+        if targets is not None:
+            self._targets = targets
+            self._steady = targets[0].shape, targets[1].shape
+            return
         over = [r > m for r, m in zip(self._rows, self._budgets, strict=True)]
         if self.shifts is not None and any(over):
             n = max(self._rows)
@@ -893,7 +931,7 @@ def _one_layer(asked: list[Asked], heads: int) -> Asked:
     if len(asked) == 1:
         return asked[0]
     queries, sinks = [a.queries for a in asked], [a.sinks for a in asked if a.sinks is not None]
-    return replace(asked[0], queries=together(queries, 1), sinks=together(sinks, 0) if sinks else None)
+    return asked[0]._replace(queries=together(queries, 1), sinks=together(sinks, 0) if sinks else None)
 
 
 def _starting_scores(keys: mx.array) -> mx.array:

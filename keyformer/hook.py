@@ -593,7 +593,7 @@ def _observed(original: Any) -> Any:
         queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None
     ) -> Any:
         # layers that attend to another layer's rows are given no cache (gemma4) or one of their own (iquestloopcoder)
-        seen = _rows_of(keys)
+        seen = _rows_of(keys) if _waiting else None
         seen = cache if seen is None else seen
         if not hasattr(seen, "observe"):
             return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
@@ -603,7 +603,7 @@ def _observed(original: Any) -> Any:
         output = shown(output, seen, queries, keys, scale=scale, mask=mask, sinks=sinks)
         if getattr(seen, "waiting", False):
             _waiting[id(seen)] = keys, seen
-        else:
+        elif _waiting:
             _waiting.pop(id(seen), None)
         return output
 

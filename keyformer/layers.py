@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from .eviction import walk
 from .kernels.build import backend
-from .kernels.decode import MOST_LAYERS, Read, decode_step, join
+from .kernels.decode import MOST_LAYERS, Read, Rows, decode_step, join
 
 if TYPE_CHECKING:
     from .cache import KeyformerKVCache
@@ -85,8 +85,11 @@ class LayerGroup:
         tokens, self._tokens = self._tokens, []
         prompts, self._prompts = self._prompts, []
         made: list[mx.array] = []
-        for alike in _runs(tokens, lambda one, other: _alike(*one, *other)):
-            made += _decide(alike)
+        if tokens and _as_before(tokens):
+            made += _decide(tokens, tokens[0][0]._held)
+        else:
+            for alike in _runs(tokens, lambda one, other: _alike(*one, *other)):
+                made += _decide(alike)
         walks = [(cache, cache._to_walk()) for cache in prompts]
         for together in _runs(walks, lambda one, other: one[1].alike(other[1])):
             made += _walk(together)
@@ -141,19 +144,43 @@ def _alike(one: KeyformerKVCache, read: Read, other: KeyformerKVCache, its_read:
     return keys.shape == its_keys.shape and keys.dtype == its_keys.dtype and one._goes_with(other)
 
 
-def _decide(alike: Sequence[tuple[KeyformerKVCache, Read]]) -> list[mx.array]:
+def _as_before(tokens: Sequence[tuple[KeyformerKVCache, Read]]) -> bool:
+    """Whether these are just the layers that decided together on the token before, and nothing has come between."""
+    first = tokens[0][0]
+    held, B = first._held, len(first._rows)
+    if held is None or held.slot.shape[0] != B * len(tokens):
+        return False
+    for i, (cache, read) in enumerate(tokens):
+        if cache._held is not held or cache._place != i * B or cache._steady is None or read.buffer is None:
+            return False
+        if read.asked is not None and isinstance(read.asked.mask, mx.array):
+            return False
+    return True
+
+
+def _decide(alike: Sequence[tuple[KeyformerKVCache, Read]], held: Rows | None = None) -> list[mx.array]:
+    """One `decode_step` for layers that are alike; `held`: what all of them hold together."""
     caches = [cache for cache, _ in alike]
-    first, held = caches[0], caches[0]._held
-    B = len(first._rows)
-    together = held is not None and held.slot.shape[0] == B * len(caches)
-    if held is None or not together or any(c._held is not held or c._place != i * B for i, c in enumerate(caches)):
+    first, B, L = caches[0], len(caches[0]._rows), len(caches)
+    if held is None:
         held = join([c._undecided_rows() for c in caches])
     after = decode_step(first.policy, [read for _, read in alike], held, first._now())
-    slots = [after.slot] if len(caches) == 1 else mx.split(after.slot, len(caches))
-    for i, (cache, slot) in enumerate(zip(caches, slots, strict=True)):
-        cache._decided(after, i * B, slot)
+    slots = [after.slot] if L == 1 else mx.split(after.slot, L)
+    targets: list[tuple[mx.array, mx.array]] | list[None] = [None] * L
+    if all(c._can_be_steady() for c in caches[: 1 if first._steady else L]):
+        targets = _targets(after.slot, first, L)
+    for i, (cache, slot, target) in enumerate(zip(caches, slots, targets, strict=True)):
+        cache._decided(after, i * B, slot, target)
     made = [after.scores, after.positions, after.masses, after.slot, *(c.shifts for c in caches)]
     return [a for a in made if a is not None]
+
+
+def _targets(slot: mx.array, cache: KeyformerKVCache, layers: int) -> list[tuple[mx.array, mx.array]]:
+    """The slots as indices for keys and for values, of each layer: spread here once, not in each layer."""
+    assert cache.keys is not None and cache.values is not None
+    sizes = cache.keys.shape[3], cache.values.shape[3]
+    each = {D: mx.split(mx.broadcast_to(slot, (*slot.shape[:3], D)), layers) for D in set(sizes)}
+    return list(zip(each[sizes[0]], each[sizes[1]], strict=True))
 
 
 def group_layers(caches: Sequence[KeyformerKVCache], most: int | None = None) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -12,8 +12,7 @@ from .policies import Policy
 Mask = mx.array | str | None
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """One attention call of the model, as the hook saw it."""
 
     queries: mx.array  # [B, Hq, S, D]

@@ -113,7 +113,7 @@ def test_what_no_kernel_does_is_named() -> None:
         read = given.reads[0]
         if changes:
             assert read.asked is not None
-            read = read._replace(asked=replace(read.asked, **changes))
+            read = read._replace(asked=read.asked._replace(**changes))
         return decode.unsupported(case.policy, read, given.now, threads)
 
     h2o = CASES["h2o"]
