@@ -340,15 +340,15 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         S = keys.shape[2]
         if self.policy.window > S or not self._in_prompt:
             self._ask_now()
-        if self.undecided:
-            self.group.decide()
-        if S == 0:
-            return (keys, values) if self.keys is None else self._fetched()
         if S > 1 and not self._in_prompt:
             self._open_prompt()
         elif S == 1 and self._in_prompt and self._rows[0] and not self._announced:
             self._check_unannounced_end()
             self.end_prefill()
+        if self.undecided:  # a prompt that has just ended included
+            self.group.decide()
+        if S == 0:
+            return (keys, values) if self.keys is None else self._fetched()
         if self._in_prompt:
             self._append(keys, values)
         else:

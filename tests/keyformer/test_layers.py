@@ -122,6 +122,22 @@ def test_a_prompts_rows_that_wait_are_walked_over_when_somebody_asks() -> None:
         assert answers[0] == answers[1], name
 
 
+def test_a_prompt_that_nobody_ends_is_walked_over_before_the_first_decoded_token() -> None:
+    """A key policy, called without the hook: the first one-token call ends the prompt of each layer in turn."""
+    model = build("llama", num_hidden_layers=3)
+    runs = []
+    for most in (1, 3):
+        caches = make_prompt_cache(model, KeyformerProxy(seed=1), BUDGET)
+        group_layers(caches, most)
+        logits = [model(mx.arange(PROMPT)[None], cache=caches)]
+        logits += [model(token(at), cache=caches) for at in range(4)]
+        runs.append((logits, caches))
+    for a, b in zip(runs[0][0], runs[1][0], strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), atol=1e-5)
+    assert [kept_positions(c) for c in runs[0][1]] == [kept_positions(c) for c in runs[1][1]]
+    assert [c.sizes() for c in runs[1][1]] == [[BUDGET]] * 3
+
+
 def test_the_sequences_of_a_batch_walk_layer_by_layer_of_their_own() -> None:
     """Prompts of different lengths in one batch, evicted after every chunk, then decoded."""
     model = build("llama", num_hidden_layers=3)
