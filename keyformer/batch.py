@@ -121,10 +121,12 @@ class BatchKeyformerKVCache(KeyformerKVCache):
 
     def _settle(self) -> None:
         super()._settle()
-        if self._parts is not None and any(p.undecided for p in self._parts):
+        if self._parts is None:
+            return
+        if any(p.undecided for p in self._parts):
             for p in self._parts:
                 p._settle()
-            self._count()
+        self._count()  # another layer may have had them decided
 
     # -- what mlx-lm reads
 
@@ -174,6 +176,8 @@ class BatchKeyformerKVCache(KeyformerKVCache):
             raise ValueError(NO_WINDOW.format(window_size))
         self._enter(N)
         if not self._in_prompt:
+            if self._parts is not None:
+                self._settle()
             # the rows as they will be after this call's write
             return _decode_mask([r + (r <= m) for r, m in zip(self._rows, self._budgets, strict=True)])
         spans = self._spans(N)

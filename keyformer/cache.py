@@ -304,10 +304,12 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         if not self.is_trimmable():
             return 0
         self._settle()
+        if self._slot is not None:  # the next row goes behind those there are now
+            self._set_arrays(self._arrays())
+            self._slot = None
         n = min(self._offsets[0], n)
         self._offsets[0] -= n
         self._rows[0] -= n
-        self._slot = None  # behind the rows there are now
         return n
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:

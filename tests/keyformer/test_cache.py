@@ -42,6 +42,7 @@ from keyformer import (
     attached,
     make_prompt_cache,
 )
+from keyformer.layers import group_layers
 
 EVICTING = [kind for kind in KINDS if kind != "full"]
 
@@ -489,6 +490,23 @@ def test_trim_and_is_trimmable_agree(model: Any, kind: str) -> None:
         assert not any(c.is_trimmable() for c in caches)
         assert [c.trim(2) for c in caches] == [0, 0]
         assert [(c.offset, c.size()) for c in caches] == [(21, 9)] * 2
+
+
+@pytest.mark.parametrize("kind", ["window", "knorm"])
+@pytest.mark.parametrize("most", [1, 2])
+def test_decoded_tokens_below_the_budget_are_trimmed(model: Any, kind: str, most: int) -> None:
+    """Their scores and positions are a group's while decoding, the cache's own again behind the cut."""
+    caches = make_prompt_cache(model, a_policy(kind), 30)
+    group_layers(caches, most)
+    feed(model, caches, tokens(8), 8)
+    decoded = [step(model, caches, t) for t in (5, 6, 7)]
+    assert [c.trim(2) for c in caches] == [2, 2]
+    assert [c.kept().tolist() for c in caches] == [[list(range(9))] * 2] * 2
+    assert all(c.scores is not None and c.ranks().shape == (2, 9) for c in caches)
+    assert [mx.array_equal(step(model, caches, t), a) for t, a in zip((6, 7), decoded[1:], strict=True)] == [True] * 2
+    assert caches[0].trim(1) == 1 and caches[1].trim(1) == 1
+    feed(model, caches, tokens(25), 25)  # more prompt evicts
+    assert [c.kept().shape for c in caches] == [(2, 30)] * 2
 
 
 def test_trim_more_than_there_is() -> None:

@@ -138,6 +138,36 @@ def test_a_prompt_that_nobody_ends_is_walked_over_before_the_first_decoded_token
     assert [c.sizes() for c in runs[1][1]] == [[BUDGET]] * 3
 
 
+def test_a_batch_knows_how_many_rows_another_layer_left_it() -> None:
+    """The last layer's end_prefill walks for all; those before it must not go on with the rows they had until then."""
+    model = build("llama", num_hidden_layers=3)
+    runs = []
+    for most in (1, 3):
+        rows = [make_prompt_cache(model, KeyformerProxy(seed=1), BUDGET) for _ in "ab"]
+        batch = [KeyformerKVCache.merge(list(layer)) for layer in zip(*rows, strict=True)]
+        for c in batch:
+            c.begin_prefill()
+        group_layers(batch, most)
+        logits = [model(mx.arange(PROMPT)[None] + mx.array([[0], [30]]), cache=batch)]
+        for c in batch:
+            c.end_prefill()
+        assert [c.slots() for c in batch] == [[BUDGET] * 2] * 3
+        for c in batch:
+            c.begin_prefill()
+        logits.append(model(mx.arange(9)[None] + mx.array([[0], [30]]), cache=batch))
+        for c in batch:
+            c.end_prefill()
+        for at in range(3):
+            mask = batch[0].make_mask(1)
+            assert mask is None or mask.shape[-1] == BUDGET + 1
+            logits.append(model(token(at, 2), cache=batch))
+        assert [c.slots() for c in batch] == [[BUDGET + 1] * 2] * 3
+        runs.append((logits, [c.extract(i) for c in batch for i in (0, 1)]))
+    for a, b in zip(runs[0][0], runs[1][0], strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), atol=1e-5)
+    assert [kept_positions(c) for c in runs[0][1]] == [kept_positions(c) for c in runs[1][1]]
+
+
 def test_the_sequences_of_a_batch_walk_layer_by_layer_of_their_own() -> None:
     """Prompts of different lengths in one batch, evicted after every chunk, then decoded."""
     model = build("llama", num_hidden_layers=3)
