@@ -12,6 +12,8 @@ import argparse
 import sys
 from collections.abc import Iterator
 
+import keyformer
+
 from . import decode_model, functional, kernels, models, prefill
 from .harness import Line, Part, run
 
@@ -79,7 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--policies", nargs="+", default=POLICIES, metavar="NAME", help="of decode-model")
+    parser.add_argument(
+        "--policies", nargs="+", choices=keyformer.POLICIES, default=POLICIES, metavar="NAME", help="of decode-model"
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="of decode-model")
     parser.add_argument("--context", type=int, nargs="+", default=[32768, 65536], help="of decode-model")
     parser.add_argument("--limit", type=float, default=30, metavar="SECONDS", help="of prefill: an arm stops there")

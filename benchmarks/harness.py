@@ -23,19 +23,24 @@ Part = Callable[[argparse.Namespace], Iterator[Line]]  # lines of a table; None 
 def run(parts: dict[str, Part], parser: argparse.ArgumentParser, arguments: list[str] | None) -> int:
     """Run the parts that --only names, all by default; print each line as it comes, write the JSON after each part.
 
-    A part that fails, for want of memory or of a peer that still works, leaves its lines so far and the other parts.
-    Returns the exit code.
+    A part that fails, for want of memory or of a peer that still works, leaves its lines so far and the other parts;
+    Ctrl-C leaves the lines so far. Returns the exit code: 0, 1 where a part failed, 130 after Ctrl-C.
     """
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), metavar="NAME", help=", ".join(parts))
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the tables there")
     parser.add_argument("--tiny", action="store_true", help="sizes that show that everything runs, and nothing else")
     options = parser.parse_args(arguments)
+    if options.json is not None:
+        try:
+            options.json.open("a").close()
+        except OSError as error:
+            parser.error(f"--json: expected a file that can be written, got {options.json} ({error.strerror})")
     command = f"python -m {parser.prog} {' '.join(sys.argv[1:] if arguments is None else arguments)}".strip()
     report: dict[str, Any] = {"command": command, "date": datetime.datetime.now().isoformat(timespec="seconds")}
     report |= {"about": about(), "parts": {}}
     chip = report["about"]["chip"].get("device_name", "")
     print(f"{report['date']}, {report['about']['device']} {chip}, {report['about']['versions']}", flush=True)
-    failed = False
+    code = 0
     for name in options.only:
         print(f"\n{name}: {(parts[name].__doc__ or '').splitlines()[0]}", flush=True)
         began = time.perf_counter()
@@ -47,12 +52,17 @@ def run(parts: dict[str, Part], parser: argparse.ArgumentParser, arguments: list
         except Exception as error:
             traceback.print_exc()
             part["failed"] = f"{type(error).__name__}: {error}"
-            failed = True
+            code = 1
+        except KeyboardInterrupt:
+            part["failed"] = "stopped"
+            code = 130
         report["parts"][name] = part | {"seconds": time.perf_counter() - began}
         mx.clear_cache()
         if options.json is not None:
             options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return int(failed)
+        if code == 130:
+            break
+    return code
 
 
 def _show(line: Line, before: list[Line]) -> None:

@@ -229,6 +229,8 @@ def _selftest(options: argparse.Namespace) -> int:
     if back_end is None:
         _write(options.json, content | {"result": _no_gpu(facts)})
         raise Refusal(_no_gpu(facts))
+    # now, before minutes are spent for a file that cannot be written
+    _write(options.json, content | {"result": "Not finished."})
     _say_about(facts, back_end)
     bandwidth = copy_bandwidth(64 if options.quick else 512)
     say(f"copies: {bandwidth / 1e9:.0f} GB/s\n")
@@ -246,8 +248,8 @@ def _selftest(options: argparse.Namespace) -> int:
     bad += [f"small model, {name}" for name, wrong in models.items() if wrong]
     result = f"WRONG: {'; '.join(bad)}. Please send this whole output as an issue." if bad else "All good."
     content |= {"copy_bytes_per_second": bandwidth, "models": models, "result": result}
-    _write(options.json, content | {"kernels": {name: asdict(report) for name, report in reports.items()}})
     say(f"{result}\n")
+    _write(options.json, content | {"kernels": {name: asdict(report) for name, report in reports.items()}})
     return int(bool(bad))
 
 

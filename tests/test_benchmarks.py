@@ -97,6 +97,34 @@ def test_a_part_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
     assert len(parts["functional"]["lines"]) == 5 and "failed" not in parts["functional"]
 
 
+def test_what_cannot_work_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nowhere" / "r.json"
+    for arguments, message in (
+        (["--json", str(file)], f"--json: expected a file that can be written, got {file} (No such file or directory)"),
+        (["--policies", "h20"], "argument --policies: invalid choice: 'h20'"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            gpu.main(["--tiny", "--only", "walk", *arguments])
+        output = capsys.readouterr()
+        assert stopped.value.code == 2 and output.out == "" and message in output.err
+
+
+def test_a_part_that_is_stopped_leaves_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def long(options: Any) -> Any:
+        """takes long"""
+        yield {"case": "the first"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "PARTS", {"long": long, "next": long})
+    file = tmp_path / "r.json"
+    assert gpu.main(["--json", str(file)]) == 130
+    parts = json.loads(file.read_text())["parts"]
+    assert list(parts) == ["long"]
+    assert (parts["long"]["lines"], parts["long"]["failed"]) == ([{"case": "the first"}], "stopped")
+
+
 def test_the_peer_is_missing_in_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(functional, "peer_update_batched", None)
     monkeypatch.setattr(models, "peers", lambda model, budget: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +18,6 @@ import pytest
 from keyformer import selftest
 from keyformer.eviction import walk_mlx
 from keyformer.kernels import checks, decode, insert, prefill, walk
-from keyformer.kernels.build import backend
 from keyformer.kernels.decode_cases import CASES, QUICK, SIZES, Given, make
 from keyformer.kernels.measure import copies, copy_bandwidth, seconds_each
 from keyformer.scores import attention_mass
@@ -240,13 +240,28 @@ def test_the_small_model_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len({rows.tobytes() for layer in kept for rows in layer}) == 4, name
 
 
-def test_one_step_of_a_chain_is_measured() -> None:
-    if backend() is not None:
-        pytest.skip("measured where it is used")
-    small, large = (mx.zeros((n, n)) for n in (16, 512))
-    steps = [seconds_each(lambda i, x: x @ x, a, 4) for a in (small, large)]
-    assert 0 <= steps[0] < steps[1] < 1
-    assert copy_bandwidth(16) > 1e8
+def test_steps_are_measured_in_chains() -> None:
+    """Each step begins with what the step before made: nothing may be left out or run beside another."""
+    given: list[tuple[int, mx.array]] = []
+    made: list[mx.array] = []
+
+    def step(number: int, x: mx.array) -> mx.array:
+        given.append((number, x))
+        made.append(x + 1)
+        return made[-1]
+
+    took = seconds_each(step, mx.zeros((3,), mx.float16), 4, repeats=2)
+    assert math.isfinite(took) and took >= 0  # a difference of times: anything else is the machine's affair
+    lengths = [8, 8, 1, 1, 4, 8, 4, 8]  # twice to compile, two to time the products ahead, then one and two counts
+    assert [number for number, _ in given] == [i for length in lengths for i in range(length)]
+    assert all(x is made[at - 1] for at, (number, x) in enumerate(given) if number)
+    assert all(x.dtype == mx.float16 and x.shape == (3,) for _, x in given)
+    assert [int(made[at][0]) for at, (number, _) in enumerate(given) if number == 0] == [1] * len(lengths)
+
+
+def test_copies_are_too_many_for_a_cache() -> None:
+    assert copy_bandwidth(1) > 0
+    large = mx.zeros((512, 512))
     kept = copies(large, 3)
     assert len(kept) == 3 and all(mx.array_equal(a, large) for a in kept)
     assert len(copies(mx.zeros((40 << 20,), mx.uint8), 100)) == 4  # 120 MiB are too few, 160 enough

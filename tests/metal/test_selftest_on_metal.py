@@ -116,3 +116,22 @@ def test_a_kernel_that_does_not_compile_is_named(
     assert "\n  case 'keyformer': does not run: OpenCL C++: body:1:1: error: use of type 'double'" in output
     assert "\n  case 'proxy': does not run: as above\n" in output
     assert "WRONG: kernel decode" in output
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert selftest.main(["--json", str(tmp_path / "nowhere" / "report.json")]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("keyformer.selftest: --json: expected a file that can be written")
+
+
+def test_a_report_that_was_stopped_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(selftest, "CHECKS", (replace(selftest.CHECKS[0], compare=stop),))
+    file = tmp_path / "report.json"
+    assert selftest.main(["--quick", "--json", str(file)]) == 130
+    content = json.loads(file.read_text())
+    assert content["result"] == "Not finished." and content["back_end"] == "metal"
