@@ -301,7 +301,8 @@ def as_float32(a: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
 def take_rows(a: mx.array, index: mx.array) -> mx.array:
     """Rows `index` [R, m] of a [R, n, ...]; it copies whole rows, many times faster than `take_along_axis`."""
     R, n = a.shape[:2]
-    flat = index.astype(mx.int32) + n * mx.arange(R, dtype=mx.int32)[:, None]
+    first = mx.arange(0, R * max(n, 1), max(n, 1), dtype=mx.int32)  # by value: no number in the host's memory
+    flat = index.astype(mx.int32) + first[:, None]
     return mx.take(a.reshape(R * n, *a.shape[2:]), flat, axis=0)
 
 

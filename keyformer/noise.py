@@ -71,8 +71,12 @@ def gumbel(seed: int, layer: int, heads: mx.array, positions: mx.array, queries:
 
 def gumbel_of_seeds(seeds: Sequence[int], positions: mx.array) -> mx.array:
     """[R, n] float32: `gumbel(seed, 0, 0, positions [n])` of R seeds at once."""
-    heads = _mix(mx.array([stream(seed, 0) for seed in seeds], mx.uint32))
-    return -mx.log(-mx.log(_uniform(heads[:, None], positions)))
+    return gumbel_of_streams(mx.array([stream(seed, 0) for seed in seeds], mx.uint32), positions)
+
+
+def gumbel_of_streams(streams: mx.array, positions: mx.array) -> mx.array:
+    """The same of `stream(seed, 0)` [R] uint32: a function of arrays alone."""
+    return -mx.log(-mx.log(_uniform(_mix(streams)[:, None], positions)))
 
 
 def gaussian(seed: int, layer: int, heads: mx.array, positions: mx.array, queries: mx.array | None = None) -> mx.array:

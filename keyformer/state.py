@@ -50,13 +50,14 @@ from .eviction import (
     take_rows,
     walk_numpy,
 )
-from .kernels.insert import Arrivals, Limits, Rows, evict_row, insert_row
+from .kernels.insert import Arrivals, Limits, Rows, evict_row, insert_row, steps
 from .kernels.walk import walk_on_device
 from .policies import KeyformerProxy, check_integer
 from .rope import check_base, rotate, turns, wavelengths
 
 PositionMode = Literal["contiguous", "original"]
 _NOISE_BLOCK = 256
+_GRAPH_TOKENS = 8  # one by one, so many are started together: a start costs a GPU's host more than a token does
 _LEAST_SPARE = 16  # free rows of a new log
 
 
@@ -568,9 +569,12 @@ def _insert(
         new = Arrivals(new_keys, new_values, _gumbel_on_device(tuple(seeds), block))
         if rule.position_mode == "contiguous":
             rows, new = _with_unrotated(rows, new, rule, next_pos)
-        rows, index = insert_row(rows, new, 0, at, next_pos, rule.limits, taus[0])
+        step = _steps(rule, block, next_pos - pos)[at]
+        rows, index = insert_row(rows, new, 0, at, next_pos, rule.limits, taus[0], step)
+        if at % _GRAPH_TOKENS != _GRAPH_TOKENS - 1:
+            return rows, index
     else:
-        new = Arrivals(new_keys, new_values, noise.gumbel_of_seeds(seeds, mx.arange(pos, pos + S)))
+        new = Arrivals(new_keys, new_values, _noise_of(tuple(seeds), pos, S))
         insert = _insert_block if rule.position_mode == "original" else _insert_contiguous
         rows, index = insert(rows, new, rule, next_pos, taus, indices)
     mx.async_eval(*(a for a in (*rows, index) if a is not None))  # so that no graph grows from call to call
@@ -690,7 +694,9 @@ def _insert_block(
 ) -> tuple[Rows, mx.array]:
     """`_insert` of several rows for "original", without leaving the device."""
     R, S = new.keys.shape[:2]
-    start = mx.where(mx.all(mx.isfinite(new.keys), axis=-1), 0.0, -mx.inf)
+    # 0, or -inf for a bad key, without a number from the host: x - x is 0 or NaN, and the logarithms are of 1 and 0
+    nought = (new.keys - new.keys).sum(axis=-1)
+    start = mx.log((nought == nought).astype(mx.float32))
     places = mx.broadcast_to(mx.arange(next_pos, next_pos + S, dtype=mx.int32), (R, S))
     came = start, new.gumbel, places
     scores, gumbel, positions = (mx.concatenate([a, b], axis=1) for a, b in zip(rows[2:5], came, strict=True))
@@ -721,11 +727,13 @@ def _insert_contiguous(
     rows, new = _with_unrotated(rows, new, rule, next_pos)
     R, n = rows.scores.shape
     index = mx.broadcast_to(mx.arange(n, dtype=mx.int32), (R, n)) if indices else None
+    S = len(taus)
+    table = steps(range(S), range(S), range(next_pos, next_pos + S), taus)
     for i, tau in enumerate(taus):
-        rows, kept = insert_row(rows, new, i, i, next_pos + i, rule.limits, tau)
+        rows, kept = insert_row(rows, new, i, i, next_pos + i, rule.limits, tau, table[i])
         if index is not None:
             index = take_rows(mx.concatenate([index, mx.full((R, 1), n + i, mx.int32)], axis=1), kept)
-        if i % 8 == 7:
+        if i % _GRAPH_TOKENS == _GRAPH_TOKENS - 1:
             mx.async_eval(*(a for a in (*rows, index) if a is not None))
     return rows, index
 
@@ -734,8 +742,28 @@ def _with_unrotated(rows: Rows, new: Arrivals, rule: _Rule, next_pos: int) -> tu
     """Both with their keys before rotation."""
     if rows.unrotated is None:
         rows = rows._replace(unrotated=_unrotated(rows.keys, np.array(rows.positions), rule.rope_base))
-    places = np.arange(next_pos, next_pos + new.keys.shape[1])
-    return rows, new._replace(unrotated=_unrotated(new.keys, places, rule.rope_base))
+    D = new.keys.shape[2]
+    if new.keys.shape[1] == 1:
+        block, at = divmod(next_pos, _NOISE_BLOCK)
+        cosines, sines = _turns_back(block, D, rule.rope_base)
+        unrotated = rotate(new.keys, cosines[at : at + 1], sines[at : at + 1])
+    else:
+        unrotated = _unrotated(new.keys, np.arange(next_pos, next_pos + new.keys.shape[1]), rule.rope_base)
+    return rows, new._replace(unrotated=unrotated)
+
+
+@lru_cache(maxsize=16)
+def _turns_back(block: int, dims: int, rope_base: float) -> tuple[mx.array, mx.array]:
+    """`turns` to position 0 from a stretch of positions; decoding asks for one of them at a time."""
+    return turns(-np.arange(block * _NOISE_BLOCK, (block + 1) * _NOISE_BLOCK), wavelengths(dims, rope_base))
+
+
+@lru_cache(maxsize=64)
+def _steps(rule: _Rule, block: int, lead: int) -> mx.array:
+    """`steps` of a stretch of single tokens, which are at position `lead` + pos."""
+    first = block * _NOISE_BLOCK
+    positions = range(first + lead, first + lead + _NOISE_BLOCK)
+    return steps([0] * _NOISE_BLOCK, range(_NOISE_BLOCK), positions, rule.temperatures(first, _NOISE_BLOCK))
 
 
 def _unrotated(keys: mx.array, positions: np.ndarray, rope_base: float) -> mx.array:
@@ -760,9 +788,25 @@ def _gumbel_block(seeds: tuple[int, ...], block: int) -> np.ndarray:
     return np.asarray(mx.stack([noise.gumbel(seed, 0, mx.array(0), positions) for seed in seeds]))
 
 
+def _noise_of(seeds: tuple[int, ...], first: int, count: int) -> mx.array:
+    """[R, count] float32, the same numbers where MLX computes, not yet computed."""
+    if on_cpu():
+        return noise.gumbel_of_seeds(seeds, mx.arange(first, first + count))
+    return _compiled_noise(_streams(seeds), mx.arange(first, first + count))
+
+
+@lru_cache(maxsize=64)
+def _streams(seeds: tuple[int, ...]) -> mx.array:
+    return mx.array([noise.stream(seed, 0) for seed in seeds], mx.uint32)
+
+
+# as one kernel, its constants part of its text; on a CPU it would need a compiler
+_compiled_noise = mx.compile(noise.gumbel_of_streams)
+
+
 @lru_cache(maxsize=64)
 def _gumbel_on_device(seeds: tuple[int, ...], block: int) -> mx.array:
     """The same [R, _NOISE_BLOCK] numbers where MLX computes."""
-    drawn = noise.gumbel_of_seeds(seeds, mx.arange(block * _NOISE_BLOCK, (block + 1) * _NOISE_BLOCK))
+    drawn = _noise_of(seeds, block * _NOISE_BLOCK, _NOISE_BLOCK)
     mx.eval(drawn)
     return drawn

@@ -228,7 +228,7 @@ def compare_walk(back_end: str, case: walk_cases.Case) -> Compared:
     arguments = block.stored, block.new, block.scores, *limits, block.gumbel, block.taus
     slots = min(case.prior + case.tokens, case.budget)
     kernel = build(back_end, "keyformer_walk", walk.INPUTS, walk.OUTPUTS, walk.SOURCE, walk.HEADER)
-    tile = case.tile * 8 * case.rows * (slots + walk._TILE) if case.tile else 1 << 28
+    tile = walk_cases.tile_bytes(case)
     index, scores = (
         np.array(a) for a in walk.walk_kernel(kernel, walk._threads(back_end, slots), *arguments, tile_bytes=tile)
     )

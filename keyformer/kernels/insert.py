@@ -1,4 +1,5 @@
-"""One new row per head into the rows of the functional API, and out of them the one that goes: two dispatches on a GPU.
+"""One new row per head into the rows of the functional API, and out of them the one that goes, on a GPU in two
+dispatches or one.
 
 `insert_row` scores the stored rows by the new key and lets it join; over the budget one row goes, and what is left is
 written in temporal order. `evict_row` is the second half alone, one dispatch. `insert_ops` and `evict_ops` are the
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,8 +25,11 @@ from .build import Kernel, backend, build
 
 log = logging.getLogger(__name__)
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-_THREADS = 256
+_THREADS, _ALONE_THREADS = 256, 512
 _BLOCKS = 256  # threadgroups at most: each makes its head's choice for itself, and then moves a share of the rows
+# Up to so many bytes of a head's keys, and so many rows, each threadgroup finds the logits for itself as well: with
+# CUDA that takes less time than a second dispatch.
+_ALONE_BYTES, _ALONE_ROWS = 1 << 19, 4096
 
 
 class Rows(NamedTuple):
@@ -58,7 +62,14 @@ class Limits(NamedTuple):
 
 
 def insert_row(
-    rows: Rows, new: Arrivals, token: int, noise_at: int, position: int, limits: Limits, tau: float
+    rows: Rows,
+    new: Arrivals,
+    token: int,
+    noise_at: int,
+    position: int,
+    limits: Limits,
+    tau: float,
+    step: mx.array | None = None,
 ) -> tuple[Rows, mx.array]:
     """The rows after one token more, and their indices into the stored rows and the new one.
 
@@ -71,6 +82,7 @@ def insert_row(
         noise_at: column of its noise.
         position: where its key is rotated.
         limits, tau: the rule, and the temperature of this decision.
+        step: one of `steps`, for this token; without it the numbers are fetched from the host's memory.
 
     Returns:
         `Rows` with at most `budget` of them, and [R, n_kept] int32.
@@ -79,11 +91,14 @@ def insert_row(
     arguments = rows, new, token, noise_at, position, limits, tau
     if back_end is not None and not unsupported(rows, new):
         kernels = _kernels(back_end)
-        case = "insert", back_end, *_compiled_for(rows)
+        _, n, D = rows.keys.shape
+        alone = back_end == "cuda" and n <= _ALONE_ROWS and n * D * rows.keys.dtype.size <= _ALONE_BYTES
+        case = "insert", back_end, alone, *_compiled_for(rows)
+        how = _ALONE_THREADS if alone else _THREADS, alone, step
         if case not in _serves:
-            _serves[case] = _agrees(lambda: insert_kernel(kernels, *arguments), lambda: insert_ops(*arguments))
+            _serves[case] = _agrees(lambda: insert_kernel(kernels, *arguments, *how), lambda: insert_ops(*arguments))
         if _serves[case]:
-            return insert_kernel(kernels, *arguments)
+            return insert_kernel(kernels, *arguments, *how)
     return insert_ops(*arguments)
 
 
@@ -221,28 +236,39 @@ def insert_kernel(
     limits: Limits,
     tau: float,
     threads: int = _THREADS,
+    alone: bool = False,
+    step: mx.array | None = None,
 ) -> tuple[Rows, mx.array]:
-    """`insert_row` as two dispatches: of LOGIT_SOURCE and SOURCE, with so many threads (a multiple of 32) each."""
+    """`insert_row` with so many threads (a multiple of 32) per threadgroup: LOGIT_SOURCE and SOURCE, or SOURCE alone.
+
+    On its own it holds up to `_ALONE_ROWS` stored rows.
+    """
     R, n, D = rows.keys.shape
-    groups = -(-n // (threads // 8))
-    (logits,) = kernels[0](
-        inputs=[rows.keys, new.keys, _integers(token, _bits(D**-0.5))],
-        output_shapes=[(R, n)],
-        output_dtypes=[mx.float32],
-        grid=(R * groups * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        template=[("T", rows.keys.dtype), ("D", D), ("THREADS", threads)],
-    )
+    if step is None:
+        step = _integers(token, noise_at, position, _bits(tau), 0, 0, 0, 0)
+    if alone:
+        logits = rows.scores  # any array stands in their place
+    else:
+        groups = -(-n // (threads // 8))
+        (logits,) = kernels[0](
+            inputs=[rows.keys, new.keys, step, _integers(_bits(D**-0.5))],
+            output_shapes=[(R, n)],
+            output_dtypes=[mx.float32],
+            grid=(R * groups * threads, 1, 1),
+            threadgroup=(threads, 1, 1),
+            template=[("T", rows.keys.dtype), ("D", D), ("THREADS", threads)],
+        )
     n_kept = min(n + 1, limits.budget)
-    return _choose(kernels[1], rows, new, logits, n_kept, (token, noise_at, position), limits, tau, threads)
+    return _choose(kernels[1], rows, new, logits, n_kept, step, limits, threads, alone)
 
 
 def evict_kernel(
     kernel: Kernel, rows: Rows, limits: Limits, tau: float, threads: int = _THREADS
 ) -> tuple[Rows, mx.array]:
     """`evict_row` as one dispatch of SOURCE."""
+    step = _integers(0, 0, 0, _bits(tau), 0, 0, 0, 0)
     nobody = Arrivals(rows.keys, rows.values, rows.gumbel, rows.unrotated)
-    return _choose(kernel, rows, nobody, None, rows.keys.shape[1] - 1, (0, 0, 0), limits, tau, threads)
+    return _choose(kernel, rows, nobody, None, rows.keys.shape[1] - 1, step, limits, threads, False)
 
 
 def _choose(
@@ -251,10 +277,10 @@ def _choose(
     new: Arrivals,
     logits: mx.array | None,
     n_kept: int,
-    arrival: tuple[int, int, int],
+    step: mx.array,
     limits: Limits,
-    tau: float,
     threads: int,
+    alone: bool,
 ) -> tuple[Rows, mx.array]:
     R, n, D = rows.keys.shape
     share = max(32, 32 * -(-R * n_kept // (32 * _BLOCKS)))  # rows that a threadgroup moves
@@ -277,8 +303,8 @@ def _choose(
             new.gumbel,
             new_plain,
             *tables,
-            _integers(*arrival, min(limits.n_sink, n), min(limits.recent, n), _bits(tau)),
-            _integers(n_kept, share, shares),
+            step,
+            _integers(min(limits.n_sink, n), min(limits.recent, n), n_kept, share, shares, _bits(D**-0.5)),
         ],
         output_shapes=[*shapes, (1,) if rows.unrotated is None else shapes[0]],
         output_dtypes=[rows.keys.dtype, rows.values.dtype, mx.float32, mx.float32, mx.int32, mx.int32, mx.float32],
@@ -292,15 +318,28 @@ def _choose(
             ("THREADS", threads),
             ("JOINS", logits is not None),
             ("TURNS", rows.unrotated is not None),
+            ("ROOM", _ALONE_ROWS if alone else 0),
         ],
     )
     rest = None if rows.unrotated is None else turned
     return Rows(keys, values, scores, gumbel, positions, rest), index
 
 
+def steps(tokens: Sequence[int], noise_at: Sequence[int], positions: Sequence[int], taus: Sequence[float]) -> mx.array:
+    """[N, 8] int32, not to go into Metal's constant memory: what changes from one of N insertions to the next.
+
+    A row of it is a `step` of `insert_row`, whose arguments of the same names are the numbers in it. Made for many
+    tokens at once: a CUDA GPU waits for numbers in the host's memory.
+    """
+    numbers = np.zeros((len(tokens), 8), np.int32)
+    numbers[:, 0], numbers[:, 1], numbers[:, 2] = tokens, noise_at, positions
+    numbers[:, 3] = np.asarray(taus, np.float32).view(np.int32)
+    return mx.array(numbers)
+
+
 @lru_cache(maxsize=256)
 def _integers(*numbers: int) -> mx.array:
-    """Fewer than 8, so that they go into a GPU's constant memory; many a call shares them."""
+    """Numbers that many a call shares: a CUDA GPU waits for new ones, which are in the host's memory."""
     return mx.array(numbers, mx.int32)
 
 
@@ -310,17 +349,11 @@ def _bits(number: float) -> int:
     return int(bits)
 
 
-LOGIT_INPUTS = ("keys", "new_keys", "numbers")
+LOGIT_INPUTS = ("keys", "new_keys", "step", "numbers")
 LOGIT_OUTPUTS = ("logits",)
 
-# 8 lanes share a row. `numbers`: which of the new rows asks; the scale.
-LOGIT_SOURCE = """
-  constexpr int ROWS = THREADS / 8;
-  const int n = keys_shape[1], groups = (n + ROWS - 1) / ROWS, group = int(threadgroup_position_in_grid.x);
-  const int tid = int(thread_position_in_threadgroup.x), sub = tid % 8;
-  const int row = group / groups, j = group % groups * ROWS + tid / 8;
-  const size_t asks = (size_t(row) * size_t(new_keys_shape[1]) + size_t(numbers[0])) * D;
-  const size_t at = (size_t(row) * size_t(n) + size_t(min(j, n - 1))) * D;
+# The product of the key at `asks` and the stored one at `at`: 8 lanes share a row, each a `sub`.
+_PRODUCT = """
   float sum = 0.0f;
   if (D % 4 == 0) {
     const device vec<T, 4>* query = (const device vec<T, 4>*)(new_keys + asks);
@@ -333,8 +366,23 @@ LOGIT_SOURCE = """
     for (int d = sub; d < D; d += 8) sum += float(new_keys[asks + d]) * float(keys[at + d]);
   }
   for (int o = 4; o > 0; o /= 2) sum += simd_shuffle_xor(sum, ushort(o));
-  if (sub == 0 && j < n) logits[size_t(row) * size_t(n) + size_t(j)] = sum * as_type<float>(int(numbers[1]));
 """
+
+# `step`: which of the new rows asks. `numbers`: the scale.
+LOGIT_SOURCE = (
+    """
+  constexpr int ROWS = THREADS / 8;
+  const int n = keys_shape[1], groups = (n + ROWS - 1) / ROWS, group = int(threadgroup_position_in_grid.x);
+  const int tid = int(thread_position_in_threadgroup.x), sub = tid % 8;
+  const int row = group / groups, j = group % groups * ROWS + tid / 8;
+  const size_t asks = (size_t(row) * size_t(new_keys_shape[1]) + size_t(step[0])) * D;
+  const size_t at = (size_t(row) * size_t(n) + size_t(min(j, n - 1))) * D;
+"""
+    + _PRODUCT
+    + """
+  if (sub == 0 && j < n) logits[size_t(row) * size_t(n) + size_t(j)] = sum * as_type<float>(int(numbers[0]));
+"""
+)
 
 INPUTS = (
     "keys",
@@ -350,8 +398,8 @@ INPUTS = (
     "new_plain",
     "cosines",
     "sines",
+    "step",
     "numbers",
-    "sizes",
 )
 OUTPUTS = ("keys_out", "values_out", "scores_out", "noise_out", "positions_out", "index_out", "plain_out")
 
@@ -363,9 +411,11 @@ inline float keyformer_scored(float score, float logit, float top, float share) 
 """
 
 # Every threadgroup of a head makes the choice, from n numbers, and moves its share of the rows that stay.
-# `numbers`: which of the new rows joins, the column of its noise, its position, sinks, recent rows, tau.
-# `sizes`: rows that stay, rows that a threadgroup moves, threadgroups of a head.
-SOURCE = """
+# `step`: which of the new rows joins, the column of its noise, its position, tau.
+# `numbers`: sinks, recent rows, rows that stay, rows that a threadgroup moves, threadgroups of a head, scale of logits.
+# ROOM: 0, or how many logits the threadgroup has room for; it finds them itself.
+SOURCE = (
+    """
   constexpr int NSG = THREADS / 32, FAR = 0x7fffffff, HALF = D > 1 ? D / 2 : 1;
   constexpr float LOWEST = -3.402823466e+38f;
   threadgroup float tops[NSG];
@@ -373,23 +423,36 @@ SOURCE = """
   threadgroup float odds[NSG];
   threadgroup float least[NSG];
   threadgroup int least_at[NSG];
+  threadgroup float own[ROOM > 0 ? ROOM : 1];
 
   const int tid = int(thread_position_in_threadgroup.x);
   const int lane = int(thread_index_in_simdgroup);
   const int sg = int(simdgroup_index_in_threadgroup);
-  const int stay = sizes[0], moves = sizes[1], shares = sizes[2];
+  const int stay = numbers[2], moves = numbers[3], shares = numbers[4];
   const int row = int(threadgroup_position_in_grid.x) / shares, part = int(threadgroup_position_in_grid.x) % shares;
   const int n = keys_shape[1], every = JOINS ? n + 1 : n;
-  const int n_sink = numbers[3], recent = numbers[4], position = numbers[2];
-  const float tau = as_type<float>(int(numbers[5]));
-  const size_t row0 = size_t(row) * size_t(n), fresh = size_t(row) * size_t(new_keys_shape[1]) + size_t(numbers[0]);
+  const int n_sink = numbers[0], recent = numbers[1], position = step[2];
+  const float tau = as_type<float>(int(step[3]));
+  const size_t row0 = size_t(row) * size_t(n), fresh = size_t(row) * size_t(new_keys_shape[1]) + size_t(step[0]);
 
   float top = LOWEST, share = 0.0f, new_score = 0.0f, new_noise_ = 0.0f;
+  if (JOINS && ROOM > 0) {
+    const int sub = tid % 8;
+    const size_t asks = fresh * D;
+    for (int j = tid / 8; j - tid / 8 < n; j += THREADS / 8) {
+      const size_t at = (row0 + size_t(min(j, n - 1))) * D;
+"""
+    + _PRODUCT
+    + """
+      if (sub == 0 && j < n) own[j] = sum * as_type<float>(int(numbers[5]));
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
   if (JOINS) {
     float sum = 0.0f, odd = 0.0f;
     for (int j = tid; j < n; j += THREADS) {
       if (scores[row0 + size_t(j)] != -INFINITY) {
-        const float l = keyformer_logit(logits[row0 + size_t(j)]);
+        const float l = keyformer_logit(ROOM > 0 ? own[j] : logits[row0 + size_t(j)]);
         if (l > top) {
           sum = sum * exp(top - l) + 1.0f;
           top = l;
@@ -418,7 +481,7 @@ SOURCE = """
     }
     share = odd == 0.0f && sum > 0.0f ? 1.0f / sum : 0.0f;  // a bad key gives no mass
     new_score = odd == 0.0f ? 0.0f : -INFINITY;
-    new_noise_ = new_noise[size_t(row) * size_t(new_noise_shape[1]) + size_t(numbers[1])];
+    new_noise_ = new_noise[size_t(row) * size_t(new_noise_shape[1]) + size_t(step[1])];
   }
 
   int gone = FAR;
@@ -429,7 +492,7 @@ SOURCE = """
       const bool old = j < n;
       const size_t at = row0 + size_t(old ? j : 0);
       float x = old ? scores[at] : new_score;
-      if (JOINS && old) x = keyformer_scored(x, logits[at], top, share);
+      if (JOINS && old) x = keyformer_scored(x, ROOM > 0 ? own[j] : logits[at], top, share);
       if (tau != 0.0f) x += tau * (old ? noise[at] : new_noise_);
       x = x > -INFINITY ? x : -INFINITY;  // NaN as well
       if (x < best || best_at == FAR) {  // of equals the first, which is the oldest
@@ -462,7 +525,7 @@ SOURCE = """
     const bool old = source < n;
     const size_t at = row0 + size_t(old ? source : 0), out = out0 + size_t(r);
     float x = old ? scores[at] : new_score;
-    if (JOINS && old) x = keyformer_scored(x, logits[at], top, share);
+    if (JOINS && old) x = keyformer_scored(x, ROOM > 0 ? own[source] : logits[at], top, share);
     scores_out[out] = x;
     noise_out[out] = old ? noise[at] : new_noise_;
     positions_out[out] = turns ? j : old ? positions[at] : position;
@@ -518,3 +581,4 @@ SOURCE = """
     }
   }
 """
+)

@@ -12,6 +12,7 @@ import logging
 import math
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +21,7 @@ from ..eviction import take_rows, walk_mlx
 from .build import Kernel, backend, build
 
 log = logging.getLogger(__name__)
-_TILE = 512  # most tokens of a dispatch: survivors move together before their columns lie too far apart
+_TILE = 2048  # most tokens of a dispatch: then survivors move together, and columns of rows that went are left behind
 _MOST_COLUMNS = 16384  # a byte of threadgroup memory each
 # threads of a threadgroup and the most rows that each may hold, the first that suffices; a thread with few rows has
 # idle lanes beside it, one with many takes long, and a wide threadgroup's barriers cost more
@@ -53,7 +54,7 @@ def walk_on_device(
         scores: [R, m + S] float32.
         gumbel: [R, m + S] float32, or None.
         temperatures: tau at each of the S decisions; unused without `gumbel`.
-        tile_bytes: bound on float32 logits at once, of two tiles of tokens.
+        tile_bytes: bound on float32 logits at once: all of them, or those of two tiles of tokens.
 
     Returns:
         indices [R, min(m + S, budget)] int32 and scores, as `eviction.walk`.
@@ -143,9 +144,9 @@ def walk_kernel(
     (R, m, D), S = stored.shape, new.shape[1]
     slots = min(m + S, budget)
     per_thread, columns = variant or (-(-slots // threads), _columns(slots, S))
-    tile = max(1, min(S, columns - slots, _TILE, tile_bytes // (8 * R * (slots + _TILE))))
+    tile = min(_tile(R, m, S, slots, tile_bytes), columns - slots)
     keys = mx.concatenate([stored, new], axis=1) if m else new
-    taus = None if gumbel is None else mx.array(list(temperatures), mx.float32)
+    taus = None if gumbel is None else _reused(mx.float32, *temperatures)
     frozen = _in_device_memory(scores if gumbel is None else gumbel)
     (scale,) = struct.unpack("<i", struct.pack("<f", D**-0.5 / math.log(2)))  # a float32's bits
     index = mx.broadcast_to(mx.arange(m, dtype=mx.int32), (R, m))
@@ -163,7 +164,7 @@ def walk_kernel(
                 label,
                 frozen,
                 scores if taus is None else taus[first - m : last - m],
-                mx.array([prior, T, slots, min(n_sink, slots), min(recent, slots), first, scale, m + S], mx.int32),
+                _reused(mx.int32, prior, T, slots, min(n_sink, slots), min(recent, slots), first, scale, m + S),
             ],
             output_shapes=[(R, min(prior + T, slots))] * 2,
             output_dtypes=[mx.int32, mx.float32],
@@ -180,6 +181,20 @@ def walk_kernel(
             mx.async_eval(index, kept)
             mx.eval(before)
     return index, kept
+
+
+def _tile(R: int, m: int, S: int, slots: int, tile_bytes: int) -> int:
+    """Tokens of a tile: all where their logits fit, else as many as fit twice beside one another."""
+    if S <= _TILE and 4 * R * S * (m + S) <= tile_bytes:
+        return S
+    fits = (math.isqrt(slots * slots + tile_bytes // (2 * R)) - slots) // 2  # 8 * R * T * (slots + T) <= tile_bytes
+    return -(-S // -(-S // max(1, min(_TILE, fits))))  # as equal as they can be
+
+
+@lru_cache(maxsize=256)
+def _reused(dtype: mx.Dtype, *numbers: float) -> mx.array:
+    """Numbers that many a call shares: new ones would be fetched from the host's memory, which a CUDA GPU waits for."""
+    return mx.array(numbers, dtype)
 
 
 def _in_device_memory(a: mx.array) -> mx.array:

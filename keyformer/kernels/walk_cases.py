@@ -95,6 +95,12 @@ class Block:
     taus: list[float]
 
 
+def tile_bytes(case: Case) -> int:
+    """The bound on logits that makes tiles of `case.tile` tokens."""
+    slots = min(case.prior + case.tokens, case.budget)
+    return 8 * case.rows * case.tile * (slots + case.tile) if case.tile else 1 << 28
+
+
 def _slice_of_larger(a: np.ndarray, dtype: mx.Dtype) -> mx.array:
     """`a` [R, n, ...] as a slice of an array with more rows, which win any comparison."""
     spare = np.full((a.shape[0], 3, *a.shape[2:]), 6e4, np.float32)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from walk_cases import CASES, ROW_CASES, Case, RowCase, check, check_row, make, make_row, truth
+from walk_cases import CASES, ROW_CASES, Case, RowCase, check, check_row, make, make_row, tile_bytes, truth
 
 import keyformer
 from keyformer import noise, state
@@ -51,9 +52,7 @@ def test_the_walks_kernel_against_float64(case: Case) -> None:
     kernel = build(
         back_end, "keyformer_walk", walk_module.INPUTS, walk_module.OUTPUTS, walk_module.SOURCE, walk_module.HEADER
     )
-    slots = min(case.prior + case.tokens, case.budget)
-    most = case.tile * 8 * case.rows * (slots + walk_module._TILE) if case.tile else 1 << 28
-    rows = block.stored, block.new, block.scores, *limits_of(case), block.gumbel, block.taus, most
+    rows = block.stored, block.new, block.scores, *limits_of(case), block.gumbel, block.taus, tile_bytes(case)
     for threads in (64, 128, 256):
         assert check(case, true, *walk_module.walk_kernel(kernel, threads, *rows)) == 0
     assert check(case, true, *walk_module.walk_on_device(*rows)) == 0
@@ -154,10 +153,37 @@ def test_a_walk_that_is_not_right_is_not_used(
     assert "array operations do its work" in record.message
 
 
+@pytest.mark.parametrize(
+    ("prior", "tokens", "budget", "tile", "expected"),
+    [(50, 71, 50, 0, [71]), (0, 71, 50, 0, [71]), (50, 71, 50, 16, [15] * 4 + [11]), (9, 3, 50, 1, [1] * 3),
+     (5, 2061, 6, 0, [1031, 1030])],
+)  # fmt: skip
+def test_a_block_is_cut_only_where_its_logits_do_not_fit(
+    prior: int, tokens: int, budget: int, tile: int, expected: list[int]
+) -> None:
+    """All at once, or two tiles' logits; no dispatch of more columns than the kernel has room for."""
+    case = Case(rows=2, prior=prior, tokens=tokens, budget=budget, tile=tile, size=4)
+    block, called = make(case), []
+
+    def kernel(*, inputs: list[mx.array], output_shapes: Any, template: Any, **call: Any) -> list[mx.array]:
+        called.append(inputs[0].shape)
+        assert inputs[0].shape[2] <= dict(template)["COLUMNS"]
+        return [mx.zeros(output_shapes[0], mx.int32), mx.zeros(output_shapes[1])]
+
+    most = tile_bytes(case)
+    rows = block.stored, block.new, block.scores, *limits_of(case), block.gumbel, block.taus
+    index, _ = walk_module.walk_kernel(kernel, 64, *rows, most)
+    assert index.shape == (2, min(prior + tokens, budget))
+    assert [shape[1] for shape in called] == expected
+    for shape in called:
+        assert 4 * math.prod(shape) <= (most if len(called) == 1 else most // 2)
+
+
 @pytest.mark.parametrize("fault", ["refused", "wrong rows", "wrong keys"])
 @pytest.mark.parametrize("evicts", [False, True])
+@pytest.mark.parametrize("back_end", ["metal", "cuda"])
 def test_an_insertion_that_is_not_right_is_not_used(
-    fault: str, evicts: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: str, evicts: bool, back_end: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = ROW_CASES["one eviction" if evicts else "noise"]
     rows, new, limits = make_row(case)
@@ -180,13 +206,14 @@ def test_an_insertion_that_is_not_right_is_not_used(
         index = expected_index + (1 if fault == "wrong rows" else 0)
         return [keys, *expected[1:5], index, mx.zeros((1,))]
 
-    monkeypatch.setattr(insert, "backend", lambda: "cuda")
+    monkeypatch.setattr(insert, "backend", lambda: back_end)
     monkeypatch.setattr(insert, "build", lambda *text: compiled)
     monkeypatch.setattr(insert, "_serves", {})
     for _ in range(2):
         after, index = either()
         assert mx.array_equal(index, expected_index) and mx.array_equal(after.keys, expected.keys)
-    assert len(calls) == (1 if evicts or fault == "refused" else 2)
+    # one dispatch is enough with CUDA, as the rows are few
+    assert len(calls) == (1 if evicts or fault == "refused" or back_end == "cuda" else 2)
     (record,) = caplog.records
     assert "array operations do its work" in record.message
 

@@ -12,9 +12,21 @@ import mlx.core as mx
 import numpy as np
 
 from keyformer.kernels.insert import Arrivals, Limits, Rows
-from keyformer.kernels.walk_cases import CASES, ROW_CASES, Block, Case, RowCase, make, make_row
+from keyformer.kernels.walk_cases import CASES, ROW_CASES, Block, Case, RowCase, make, make_row, tile_bytes
 
-__all__ = ["CASES", "ROW_CASES", "Block", "Case", "RowCase", "check", "check_row", "make", "make_row", "truth"]
+__all__ = [
+    "CASES",
+    "ROW_CASES",
+    "Block",
+    "Case",
+    "RowCase",
+    "check",
+    "check_row",
+    "make",
+    "make_row",
+    "tile_bytes",
+    "truth",
+]
 
 NEAR = 1e-6  # ranks closer than this may change places
 MOST = float(np.finfo(np.float32).max)

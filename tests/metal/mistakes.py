@@ -377,10 +377,11 @@ WALK_MISTAKES: dict[str, Mistake] = {
 }
 
 INSERT_MISTAKES: dict[str, Mistake] = {
-    "no barrier after the sums": _barrier(1),
-    "no barrier before the last choice": _barrier(2),
+    "no barrier after the logits": _barrier(1, _SEVERAL, "noise"),
+    "no barrier after the sums": _barrier(2),
+    "no barrier before the last choice": _barrier(3),
     "a barrier in divergent flow": Mistake(
-        lambda s, h: (nth(s, BARRIER, 2, f"if (tid < 32) {BARRIER}"), h), MetalError, "barrier"
+        lambda s, h: (nth(s, BARRIER, 3, f"if (tid < 32) {BARRIER}"), h), MetalError, "barrier"
     ),
     "a sum in divergent flow": _refused("odd = simd_sum(odd);", "if (lane < 16) odd = simd_sum(odd);", "simd"),
     "float to bfloat without a word": _refused("x = T(a);", "x = a;", "C++14", "bfloat16, turned"),
@@ -388,16 +389,32 @@ INSERT_MISTAKES: dict[str, Mistake] = {
     "a write beyond the output": _refused(
         "index_out[out] = source;", "index_out[out] = source; index_out[out + 100] = 0;", "beyond an output"
     ),
+    # logits found by the kernel itself
+    "another key asks": _source("asks = fresh * D;", "asks = size_t(row) * D;", "noise"),
+    "rows of another head are scored": _source(
+        "(row0 + size_t(min(j, n - 1))) * D", "size_t(min(j, n - 1)) * D", "noise"
+    ),
+    "own logits without a scale": _source("sum * as_type<float>(int(numbers[5]))", "sum", "noise"),
+    "the last rows are not scored": _source("j - tid / 8 < n;", "j < n - n % 8;", "noise"),
+    "the sum of other logits": _source("ROOM > 0 ? own[j] : logits[row0", "logits[row0", "noise"),
+    "the choice of other logits": _source(
+        "ROOM > 0 ? own[j] : logits[at], top, share);\n      if (tau",
+        "logits[at], top, share);\n      if (tau",
+        "logits far apart",
+        "many heads",
+        _SEVERAL,
+    ),
+    "the scores of other logits": _source("own[source] : logits[at]", "own[r] : logits[at]", "noise"),
     # rows
     "threadgroups move the same rows": _source("const int from = part * moves", "const int from = 0", _SEVERAL),
     "a share is left out": _source("count = min(moves, stay - from)", "count = min(moves - 1, stay - from)", _SEVERAL),
     "rows of another head": _source("row0 = size_t(row) * size_t(n), fresh", "row0 = 0, fresh", "noise"),
     "the head beside": _source(") / shares, part", ") % 2, part", _SEVERAL),
-    "another new row": _source("+ size_t(numbers[0]);", ";", "noise"),
+    "another new row": _source("+ size_t(step[0]);", ";", "noise"),
     "new rows of another head": _source(
         "fresh = size_t(row) * size_t(new_keys_shape[1])", "fresh = size_t(0)", "noise"
     ),
-    "noise of another token": _source("+ size_t(numbers[1])]", "]", "noise"),
+    "noise of another token": _source("+ size_t(step[1])]", "]", "noise"),
     "the last row is written for all": _source(
         "j + (j >= gone ? 1 : 0);\n    const bool", "min(j + 1, every - 1);\n    const bool"
     ),
@@ -423,7 +440,9 @@ INSERT_MISTAKES: dict[str, Mistake] = {
         "turned",
     ),
     "scores before the mass": _source(
-        "if (JOINS && old) x = keyformer_scored(x, logits[at], top, share);\n    scores_out", "scores_out", "noise"
+        "if (JOINS && old) x = keyformer_scored(x, ROOM > 0 ? own[source] : logits[at], top, share);\n    scores_out",
+        "scores_out",
+        "noise",
     ),
     "indices are not written": _source("index_out[out] = source;", ""),
     # the choice
@@ -474,9 +493,9 @@ INSERT_MISTAKES: dict[str, Mistake] = {
 }
 
 LOGIT_MISTAKES: dict[str, Mistake] = {
-    "another new row asks": _source("+ size_t(numbers[0])) * D", "+ size_t(0)) * D", "noise"),
+    "another new row asks": _source("+ size_t(step[0])) * D", "+ size_t(0)) * D", "noise"),
     "another head's row asks": _source("(size_t(row) * size_t(new_keys_shape[1])", "(size_t(0)", "noise"),
-    "no scale": _source("sum * as_type<float>(int(numbers[1]))", "sum", "noise"),
+    "no scale": _source("sum * as_type<float>(int(numbers[0]))", "sum", "noise"),
     "half of the lanes": _source("for (int o = 4; o > 0", "for (int o = 2; o > 0", "bfloat16"),
     "odd sizes end early": _source(
         "for (int d = sub; d < D; d += 8) sum", "for (int d = sub; d + 1 < D; d += 8) sum", "odd sizes"

@@ -61,7 +61,7 @@ elif what == "prefill":
 else:
     source, logit_source = insert.SOURCE, insert.LOGIT_SOURCE
     if mistake == "no barrier before the last choice":
-        source = nth(source, BARRIER, 2, "")
+        source = nth(source, BARRIER, 3, "")
     elif mistake == "reads beyond the rows":
         logit_source = replaced(logit_source, "min(j, n - 1)", "j")
     kernels = (
@@ -72,6 +72,7 @@ else:
         row = walk_cases.ROW_CASES[name]
         rows, new, rule = walk_cases.make_row(row)
         arrival = row.token, row.noise_at, row.position
-        _, index = insert.insert_kernel(kernels, rows, new, *arrival, rule, row.tau, 128)
-        assert np.array(index).min() >= 0
+        for alone in (False, True):
+            _, index = insert.insert_kernel(kernels, rows, new, *arrival, rule, row.tau, 128, alone)
+            assert np.array(index).min() >= 0
 print("ran")

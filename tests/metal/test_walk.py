@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from emulator import BACKWARD, FORWARD, MetalKernel, run_sanitized
 from mistakes import INSERT_MISTAKES, LOGIT_MISTAKES, WALK_MISTAKES, Mistake
-from walk_cases import CASES, ROW_CASES, Case, RowCase, check, check_row, make, make_row, truth
+from walk_cases import CASES, ROW_CASES, Case, RowCase, check, check_row, make, make_row, tile_bytes, truth
 
+import keyformer
+from keyformer import state
 from keyformer.kernels import insert, walk
 from keyformer.kernels.build import MOST_BYTES
 
@@ -44,16 +49,14 @@ def kernels() -> Pair:
 def run(kernel: MetalKernel, case: Case, threads: int, schedule: int = FORWARD) -> int:
     block = make(case)
     kernel.schedule = schedule
-    slots = min(case.prior + case.tokens, case.budget)
-    most = case.tile * 8 * case.rows * (slots + walk._TILE) if case.tile else 1 << 28
     limits = case.budget, case.n_sink, case.recent
     index, scores = walk.walk_kernel(
-        kernel, threads, block.stored, block.new, block.scores, *limits, block.gumbel, block.taus, most
+        kernel, threads, block.stored, block.new, block.scores, *limits, block.gumbel, block.taus, tile_bytes(case)
     )
     return check(case, truth(case, block), index, scores)
 
 
-def run_row(kernels: Pair, case: RowCase, threads: int, schedule: int = FORWARD) -> int:
+def run_row(kernels: Pair, case: RowCase, threads: int, schedule: int = FORWARD, alone: bool = False) -> int:
     rows, new, limits = make_row(case)
     assert insert.unsupported(rows, new) is None
     for kernel in kernels:
@@ -62,7 +65,7 @@ def run_row(kernels: Pair, case: RowCase, threads: int, schedule: int = FORWARD)
         after, index = insert.evict_kernel(kernels[1], rows, limits, case.tau, threads)
     else:
         arrival = case.token, case.noise_at, case.position
-        after, index = insert.insert_kernel(kernels, rows, new, *arrival, limits, case.tau, threads)
+        after, index = insert.insert_kernel(kernels, rows, new, *arrival, limits, case.tau, threads, alone)
     return check_row(case, rows, new, limits, after, index)
 
 
@@ -73,7 +76,8 @@ def test_every_walk_in_every_order(kernel: MetalKernel, case: Case) -> None:
 
 @pytest.mark.parametrize("case", ROW_CASES.values(), ids=ROW_CASES)
 def test_every_insertion_in_every_order(kernels: Pair, case: RowCase) -> None:
-    assert sum(run_row(kernels, case, 64, schedule) for schedule in SCHEDULES) == 0
+    ways = (False,) if case.evicts else (False, True)
+    assert sum(run_row(kernels, case, 64, schedule, alone) for schedule in SCHEDULES for alone in ways) == 0
 
 
 @pytest.mark.parametrize("threads", [32, 96, 128, 256, 512])
@@ -82,7 +86,9 @@ def test_any_number_of_threads(kernel: MetalKernel, kernels: Pair, threads: int)
         assert run(kernel, CASES[name], threads) == 0
         assert kernel.threadgroup_bytes <= MOST_BYTES
     for name in ("several rows a thread", "float16, turned"):
-        assert run_row(kernels, ROW_CASES[name], threads) == 0
+        for alone in (False, True):
+            assert run_row(kernels, ROW_CASES[name], threads, alone=alone) == 0
+            assert kernels[1].threadgroup_bytes <= MOST_BYTES
 
 
 def test_the_widest_walk_fits_into_threadgroup_memory(kernel: MetalKernel) -> None:
@@ -127,6 +133,40 @@ def test_a_float16_key_turned_by_the_kernel_is_that_of_the_operations_but_for_it
     assert np.abs(a - b).max() <= 1 and (a == b).mean() > 0.99
 
 
+@pytest.mark.parametrize("mode", ["original", "contiguous"])
+@pytest.mark.parametrize("back_end", ["metal", "cuda"])
+def test_updates_token_by_token_and_in_blocks(
+    kernels: Pair, kernel: MetalKernel, mode: Any, back_end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Across the end of a stretch of noise, while the temperature rises, at positions that are not counts."""
+    rng = np.random.default_rng(12)
+    keys, values = (mx.array(rng.normal(size=(3, 280, d)).astype(np.float32)) for d in (16, 12))
+    outs: list[Any] = []
+    for emulated in (False, True):
+        if emulated:
+            for module in (insert, walk):
+                monkeypatch.setattr(module, "backend", lambda: back_end)
+            monkeypatch.setattr(state, "on_cpu", lambda: False)
+            monkeypatch.setattr(state, "_noise_of", lambda seeds, first, n: mx.array(state._gumbel(seeds, first, n)))
+            monkeypatch.setattr(insert, "_kernels", lambda back_end: kernels)
+            monkeypatch.setattr(walk, "build", lambda *text: kernel)
+            monkeypatch.setattr(insert, "_serves", {})
+            monkeypatch.setattr(walk, "_serves", {})
+        cuts = (0, 248, *range(249, 262), 270)
+        rows: Any = [None] * 5
+        for first, last in pairwise(cuts):
+            old = mode == "contiguous" and last == 248  # a long block of these takes long
+            *rows, _, _, index = keyformer.keyformer_update_batched(
+                *rows, keys[:, first:last], values[:, first:last], 1, 24, 5, 0.5, 3.0, 300, 1e4, first + 7, first,
+                [3, 4, 5], True, "original" if old else mode,
+            )  # fmt: skip
+        if emulated:
+            assert insert._serves and all(insert._serves.values())
+        outs.append([*rows, index])
+    for a, b in zip(*outs, strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), atol=1e-5, rtol=1e-5)
+
+
 def caught(mistake: Mistake, run_case: object) -> None:
     with pytest.raises(mistake.caught_by) as error:
         for schedule in SCHEDULES:
@@ -146,7 +186,8 @@ def test_a_mistake_planted_in_the_walk_is_caught(name: str) -> None:
 def test_a_mistake_planted_in_the_insertion_is_caught(name: str) -> None:
     mistake = INSERT_MISTAKES[name]
     kernels = insert_kernels(*mistake.plant(insert.SOURCE, insert.HEADER))
-    caught(mistake, lambda case, schedule: run_row(kernels, ROW_CASES[case], 64, schedule))
+    ways = (False, True)
+    caught(mistake, lambda case, schedule: sum(run_row(kernels, ROW_CASES[case], 64, schedule, a) for a in ways))
 
 
 @pytest.mark.parametrize("name", LOGIT_MISTAKES)
