@@ -14,12 +14,15 @@ import keyformer
 
 from .harness import Line
 
-ARMS: dict[str, tuple[str, str]] = {  # policy, prefill
-    "ours, keyformer_proxy, chunked": ("keyformer_proxy", "chunked"),
-    "ours, tova": ("tova", "full"),
-    "ours, snapkv": ("snapkv", "full"),
-    "ours, h2o": ("h2o", "full"),
-    "ours, keyformer": ("keyformer", "full"),
+ARMS: dict[str, tuple[str, str, int]] = {  # policy, prefill, score_bytes
+    "ours, streaming, chunked": ("streaming", "chunked", 1 << 28),
+    "ours, keyformer_proxy, chunked": ("keyformer_proxy", "chunked", 1 << 28),
+    "ours, keyformer_proxy, chunked, 1 GiB": ("keyformer_proxy", "chunked", 1 << 30),
+    "ours, keyformer_proxy, chunked, 4 GiB": ("keyformer_proxy", "chunked", 1 << 32),
+    "ours, tova": ("tova", "full", 1 << 28),
+    "ours, snapkv": ("snapkv", "full", 1 << 28),
+    "ours, h2o": ("h2o", "full", 1 << 28),
+    "ours, keyformer": ("keyformer", "full", 1 << 28),
 }
 
 
@@ -27,13 +30,13 @@ def lines(model: Any, tokens: int, chunk: int, budget: int, limit: float, rounds
     """Least seconds of `rounds`. An arm that takes longer than `limit` seconds stops there, and its ratio is over the
     same number of tokens through KVCache."""
     prompt = mx.random.randint(0, model.args.vocab_size, (tokens,))
-    arms = {"KVCache": ("full", "full"), **ARMS}
+    arms = {"KVCache": ("full", "full", 0), **ARMS}
     best: dict[str, list[float]] = {}
     for i in range(-1, rounds):
-        for name, (policy, when) in arms.items():
+        for name, (policy, *how) in arms.items():
             if name in best and best[name][-1] > limit:
                 continue
-            ends = _read(model, prompt[: 2 * chunk] if i < 0 else prompt, chunk, policy, when, budget, limit)
+            ends = _read(model, prompt[: 2 * chunk] if i < 0 else prompt, chunk, policy, budget, limit, *how)
             if i >= 0 and (name not in best or len(ends) > len(best[name]) or ends[-1] < best[name][-1]):
                 best[name] = ends
     for name, ends in best.items():
@@ -42,13 +45,15 @@ def lines(model: Any, tokens: int, chunk: int, budget: int, limit: float, rounds
         yield {"cache": name, "budget": budget, "tokens": done, "seconds": ends[-1], "over KVCache": ends[-1] / plain}
 
 
-def _read(model: Any, prompt: mx.array, chunk: int, policy: str, when: str, budget: int, limit: float) -> list[float]:
+def _read(
+    model: Any, prompt: mx.array, chunk: int, policy: str, budget: int, limit: float, when: str, score_bytes: int
+) -> list[float]:
     """Seconds from the beginning to the end of each chunk; the last includes the eviction at the prompt's end."""
     if policy == "full":
         caches: list[Any] = [KVCache() for _ in model.layers]
     else:
         chosen = keyformer.POLICIES[policy]()
-        caches = keyformer.make_prompt_cache(model, chosen, budget=budget, prefill=when)
+        caches = keyformer.make_prompt_cache(model, chosen, budget=budget, prefill=when, score_bytes=score_bytes)
     evicting = [c for c in caches if isinstance(c, keyformer.KeyformerKVCache)]
     ends: list[float] = []
     with keyformer.attached(model) if evicting else nullcontext():

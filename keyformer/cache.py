@@ -23,7 +23,7 @@ from . import noise
 from .eviction import keep_rows
 from .kernels.decode import Now, Read, Rows, entered, rows_of
 from .layers import LayerGroup, Walk
-from .policies import NO_QUERIES, POLICIES, Policy, make_policy
+from .policies import NO_QUERIES, POLICIES, Policy, check_integer, make_policy
 from .ranking import rank_rows
 from .rope import Rope
 from .scores import Asked, Mask, add_query_mass
@@ -31,6 +31,7 @@ from .scores import Asked, Mask, add_query_mass
 if TYPE_CHECKING:
     from .batch import BatchKeyformerKVCache
 
+SCORE_BYTES = 1 << 28
 _STEP = 256
 _UNBOUNDED = 2**31 - 2
 _STATE_VERSION = 2
@@ -85,7 +86,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         budget: int | None,
         layer: int = 0,
         prefill: str = "full",
-        score_bytes: int = 1 << 28,
+        score_bytes: int = SCORE_BYTES,
         *,
         rope: Rope | None = None,
         uneven: bool = False,
@@ -97,6 +98,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             if budget is None:
                 raise ValueError(f"budget: policy {policy.name} needs a number of rows, got None.")
             policy.check_budget(budget)
+        check_integer("score_bytes", score_bytes, 1)
         self.policy = policy
         self.layer = layer
         self.prefill = prefill

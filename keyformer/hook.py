@@ -23,7 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache as _default_cache
 from .allocate import allocate as _allocate
 from .attention import PLACED_ELSEWHERE, REFUSED, REPLACEMENTS, shown
 from .batch import BatchKeyformerKVCache
-from .cache import KeyformerKVCache
+from .cache import SCORE_BYTES, KeyformerKVCache
 from .layers import group_layers
 from .policies import NO_QUERIES, Policy
 from .rope import Rope, read_ropes
@@ -45,6 +45,7 @@ def make_prompt_cache(
     *,
     positions: str = "original",
     allocate: str | Sequence[float] = "uniform",
+    score_bytes: int = SCORE_BYTES,
 ) -> list[Any]:
     """The model's own caches with every plain global-attention KVCache replaced by a KeyformerKVCache.
 
@@ -59,6 +60,8 @@ def make_prompt_cache(
             0..n-1, as StreamingLLM does and Keyformer's "new positions").
         allocate: how the layers share budget * layers rows: "uniform", "pyramid", or a weight for each layer that
             evicts.
+        score_bytes: bound on the float32 logits that scoring a prompt has at once, 256 MiB unless told otherwise; more
+            makes a long prompt of policies with attention "key" faster on a GPU.
 
     Returns:
         One cache per layer, for `prompt_cache=` of mlx-lm's functions.
@@ -67,7 +70,7 @@ def make_prompt_cache(
         ValueError: no layer can be replaced, a budget that protects everything, an unknown option, or a rotary
             embedding that cannot be read.
     """
-    return _planned(model, policy, budget, prefill, positions, allocate)()
+    return _planned(model, policy, budget, prefill, positions, allocate, score_bytes)()
 
 
 def _planned(
@@ -77,6 +80,7 @@ def _planned(
     prefill: str,
     positions: str,
     allocate: str | Sequence[float],
+    score_bytes: int,
 ) -> Callable[[], list[Any]]:
     """What makes the caches of `make_prompt_cache`; the model is looked at here, once."""
     if not isinstance(policy, Policy):
@@ -100,7 +104,9 @@ def _planned(
 
     def make() -> list[Any]:
         new = {
-            layer: KeyformerKVCache(policy, rows, layer, prefill, rope=rope, uneven=uneven, readers=readers[layer])
+            layer: KeyformerKVCache(
+                policy, rows, layer, prefill, score_bytes, rope=rope, uneven=uneven, readers=readers[layer]
+            )
             for layer, rows, rope in zip(layers, budgets, ropes, strict=True)
         }
         group_layers(list(new.values()))
@@ -181,6 +187,7 @@ def attached(
     *,
     positions: str = "original",
     allocate: str | Sequence[float] = "uniform",
+    score_bytes: int = SCORE_BYTES,
 ) -> Iterator[None]:
     """Within this block mlx-lm runs the model with evicting caches; at its end everything is as it was.
 
@@ -194,14 +201,17 @@ def attached(
 
     Args:
         model: an mlx-lm model.
-        policy, budget, prefill, positions, allocate: as `make_prompt_cache` takes them.
+        policy, budget, prefill, positions, allocate, score_bytes: as `make_prompt_cache` takes them.
 
     Raises:
         ValueError: what `make_prompt_cache` raises, or a model whose queries cannot be seen with a policy that needs
             them.
     """
-    if policy is None and (budget, prefill, positions, allocate) != (None, "full", "original", "uniform"):
-        raise ValueError("attached: budget, prefill, positions and allocate need a policy beside them, got none.")
+    given = budget, prefill, positions, allocate, score_bytes
+    if policy is None and given != (None, "full", "original", "uniform", SCORE_BYTES):
+        raise ValueError(
+            "attached: budget, prefill, positions, allocate and score_bytes need a policy beside them, got none."
+        )
 
     if not callable(getattr(model, "named_modules", None)):
         raise ValueError(f"model: expected an mlx-lm model, got {type(model).__name__}; load returns model, tokenizer.")
@@ -210,7 +220,7 @@ def attached(
         with _own_make_cache():
             _evicting_layers(model, needed=True)
     else:
-        make = _planned(model, policy, budget, prefill, positions, allocate)
+        make = _planned(model, policy, budget, prefill, positions, allocate, score_bytes)
     with ExitStack() as undo:
         undo.enter_context(_shows_queries(model))
         undo.enter_context(_told_prompts())

@@ -58,6 +58,8 @@ def test_array_operations_against_float64(name: str) -> None:
 @pytest.mark.parametrize("enough", [1, 1024])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_kernel_against_float64(case: Case, enough: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.overflow and backend() == "cuda":
+        pytest.skip("three TF32 products of a number near float32's end are not what one float32 product is")
     monkeypatch.setattr(prefill, "_ENOUGH", enough)
     back_end = backend()
     assert back_end is not None
