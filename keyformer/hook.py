@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import count
 from threading import RLock
 from types import SimpleNamespace
 from typing import Any
@@ -261,16 +262,16 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
             yield cache
 
 
-def _with_caches(caches: Sequence[Any], new: dict[int, Any]) -> list[Any]:
+def _with_caches(caches: Sequence[Any], new: dict[int, Any], numbers: Iterator[int] | None = None) -> list[Any]:
     """The same caches with some leaves replaced: number of the leaf -> its new cache."""
-    numbers = iter(range(sum(1 for _ in leaves(caches))))
-
-    def replaced(cache: Any) -> Any:
-        if isinstance(cache, CacheList):
-            return CacheList(*(replaced(c) for c in cache.caches))
-        return new.get(next(numbers), cache)
-
-    return [replaced(cache) for cache in caches]
+    # no function inside this one: one that calls itself is a reference cycle, which would keep all caches until gc runs
+    numbers = count() if numbers is None else numbers
+    return [
+        CacheList(*_with_caches(cache.caches, new, numbers))
+        if isinstance(cache, CacheList)
+        else new.get(next(numbers), cache)
+        for cache in caches
+    ]
 
 
 def _evicting_layers(model: Module, needed: bool) -> dict[int, int]:

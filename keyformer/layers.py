@@ -7,9 +7,11 @@ one layer would take. Any cache may be asked for what it knows at any time: what
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
 
@@ -58,8 +60,22 @@ class LayerGroup:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._tokens: list[tuple[KeyformerKVCache, Read]] = []
-        self._prompts: list[KeyformerKVCache] = []
+        # weakly: caches dropped in the middle of a token are to free their memory at once, and they hold the group
+        self._tokens: list[tuple[weakref.ref[KeyformerKVCache], Read]] = []
+        self._prompts: list[weakref.ref[KeyformerKVCache]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
+        """For the copies of those that wait; what waited of a cache that nobody copied for its own sake is dropped."""
+        other = memo[id(self)] = LayerGroup(self.size)
+        tokens, prompts = self._waiting()
+        other._tokens = [(weakref.ref(copy.deepcopy(c, memo)), copy.deepcopy(read, memo)) for c, read in tokens]
+        other._prompts = [weakref.ref(copy.deepcopy(c, memo)) for c in prompts]
+        return other
+
+    def _waiting(self) -> tuple[list[tuple[KeyformerKVCache, Read]], list[KeyformerKVCache]]:
+        """What waits, of caches that somebody still has."""
+        tokens = [(cache, read) for held, read in self._tokens if (cache := held()) is not None]
+        return tokens, [cache for held in self._prompts if (cache := held()) is not None]
 
     def add(self, cache: KeyformerKVCache, read: Read) -> list[mx.array]:
         """Take in what one layer's attention has read of a decoded token.
@@ -67,12 +83,12 @@ class LayerGroup:
         Returns:
             What should be evaluated with the attention's output, so that no graph grows from token to token.
         """
-        self._tokens.append((cache, read))
+        self._tokens.append((weakref.ref(cache), read))
         return self._added(cache)
 
     def add_prompt(self, cache: KeyformerKVCache) -> list[mx.array]:
         """Take in a layer whose new prompt rows are to be walked over; returns the same as `add`."""
-        self._prompts.append(cache)
+        self._prompts.append(weakref.ref(cache))
         return self._added(cache)
 
     def _added(self, cache: KeyformerKVCache) -> list[mx.array]:
@@ -82,8 +98,8 @@ class LayerGroup:
     def decide(self) -> list[mx.array]:
         """Score the rows of the layers that wait, and evict, or choose where their next rows go; returns what is
         new."""
-        tokens, self._tokens = self._tokens, []
-        prompts, self._prompts = self._prompts, []
+        tokens, prompts = self._waiting()
+        self._tokens, self._prompts = [], []
         made: list[mx.array] = []
         if tokens and _as_before(tokens):
             made += _decide(tokens, tokens[0][0]._held)

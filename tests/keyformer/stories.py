@@ -90,7 +90,7 @@ class Story:
                     deed()
                 except Stopped:
                     self.seen.append((f"{deed.__name__} stopped", None))
-                except (ValueError, RuntimeError, AssertionError) as error:
+                except (ValueError, RuntimeError, AssertionError, IndexError) as error:
                     self.seen.append((f"{deed.__name__} {error!r}"[:500], None))
                 finally:
                     for layer in self.model.model.layers:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from small import KINDS, a_policy, kept_positions
 from tiny_models import build
 
-import keyformer
 from keyformer import H2O, KeyformerKVCache, KeyformerProxy, Policy, attached, make_prompt_cache
 from keyformer.layers import LayerGroup, group_layers
 
@@ -318,14 +319,46 @@ def test_caches_that_were_saved_find_each_other_again(tmp_path: Path, monkeypatc
 
 
 def test_a_group_leaves_nothing_behind_that_holds_memory() -> None:
-    """A cache dropped in the middle of a token takes its part of the group with it."""
-    model = build("llama", num_hidden_layers=2)
-    caches = prompt(model, H2O(), 2)
-    with attached(model):
-        mx.eval(model.model.layers[0](model.model.embed_tokens(token(0)), None, caches[0]))
-    group = caches[0].group
-    assert group._tokens
-    decode(model, caches, 1)
-    assert not group._tokens
-    assert np.array(caches[0].kept()).shape == (caches[0].keys.shape[1], BUDGET)
-    assert keyformer.cache_counts(caches) == {"KeyformerKVCache": 2}
+    """Caches dropped in the middle of a token, or of a chunk of a prompt, are gone at once."""
+    model = build("llama", num_hidden_layers=4)
+    for policy, prefill in ((H2O(), "full"), (KeyformerProxy(), "chunked")):
+        for n in (1, 30):
+            caches = prompt(model, policy, 4, prefill=prefill)
+            for c in caches if n > 1 else []:
+                c.begin_prefill()
+            with attached(model):
+                hidden = model.model.embed_tokens(mx.arange(n)[None])
+                for layer, c in zip(model.model.layers[:2], caches[:2], strict=True):
+                    hidden = layer(hidden, "causal" if n > 1 else None, c)
+                mx.eval(hidden)
+            assert [c.undecided for c in caches] == [n == 1 or policy.attention == "key"] * 2 + [False] * 2
+            held = [weakref.ref(c) for c in caches]
+            gc.disable()
+            try:
+                del caches, c
+                assert [h() for h in held] == [None] * 4
+            finally:
+                gc.enable()
+
+
+def test_a_cache_of_a_group_whose_others_are_gone_decides_alone() -> None:
+    model = build("llama", num_hidden_layers=3)
+    alone, grouped = prompt(model, H2O(), 1), prompt(model, H2O(), 3)
+    for caches in (alone, grouped):
+        with attached(model):
+            hidden = model.model.embed_tokens(token(0))
+            for layer, c in zip(model.model.layers[:2], caches[:2], strict=True):
+                hidden = layer(hidden, None, c)
+        del caches[0], c
+    assert grouped[0].undecided
+    assert mx.array_equal(grouped[0].ranks(), alone[0].ranks()) and not grouped[0].undecided
+
+
+def test_memory_does_not_grow_from_token_to_token() -> None:
+    model = build("llama", num_hidden_layers=4)
+    for kind in ("keyformer", "h2o, last 3", "keyformer_proxy"):
+        caches = prompt(model, a_policy(kind), 4)
+        decode(model, caches, 3)
+        before = mx.get_active_memory()
+        decode(model, caches, 60)
+        assert mx.get_active_memory() < before + 60 * 2 * caches[0].row_bytes
