@@ -20,8 +20,9 @@ first used (`LoggedRows`). The log has an eighth more rows than the state that b
 state is updated a second time, the rows move to a new one. What a state holds never changes. Several threads may update
 one state; as with any MLX array, `mx.eval` its arrays before another thread gets them.
 
-On a GPU a one-token update is two dispatches, and so is each token of a longer one in "contiguous" mode; in "original"
-mode all evictions of up to 512 tokens are one (`kernels.insert`, `kernels.walk`).
+On a GPU a one-token update is two dispatches, with CUDA one while the rows are few, and so is each token of a longer
+one in "contiguous" mode; in "original" mode all evictions of up to 2048 tokens are one (`kernels.insert`,
+`kernels.walk`). What single tokens give is started every eighth token, or when it is first evaluated.
 
 Unlike the documentation, keys and values keep their dtype instead of becoming float16, and the sizes of keys and values
 may differ. A key with a NaN or an infinity gives and takes no mass and has score -inf: it goes before any other
