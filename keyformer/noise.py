@@ -6,7 +6,7 @@ kernel computes the same integers.
 """
 
 import math
-from collections.abc import Sequence
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -16,10 +16,16 @@ _LAYER, _HEAD, _POSITION, _QUERY = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2
 _MASK = 0xFFFFFFFF
 
 
+@lru_cache
+def _word(number: int) -> mx.array:
+    """A uint32, made once: on a GPU, each new one would have to find its way there."""
+    return mx.array(number, mx.uint32)
+
+
 def _mix(h: mx.array) -> mx.array:
     """MurmurHash3's 32-bit finaliser: a bijection in which every input bit reaches every output bit."""
-    h = (h ^ (h >> 16)) * mx.array(0x85EBCA6B, mx.uint32)
-    h = (h ^ (h >> 13)) * mx.array(0xC2B2AE35, mx.uint32)
+    h = (h ^ (h >> 16)) * _word(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * _word(0xC2B2AE35)
     return h ^ (h >> 16)
 
 
@@ -38,7 +44,7 @@ def stream(seed: int, layer: int) -> int:
 def _stream(seed: int, layer: int, heads: mx.array) -> mx.array:
     """One well-mixed uint32 per head."""
     h = mx.array(stream(seed, layer), mx.uint32)
-    return _mix(h + heads.astype(mx.uint32) * mx.array(_HEAD, mx.uint32))
+    return _mix(h + heads.astype(mx.uint32) * _word(_HEAD))
 
 
 def uniform(seed: int, layer: int, heads: mx.array, positions: mx.array, queries: mx.array | None = None) -> mx.array:
@@ -54,12 +60,12 @@ def uniform(seed: int, layer: int, heads: mx.array, positions: mx.array, queries
 
 
 def _uniform(head: mx.array, positions: mx.array, queries: mx.array | None = None) -> mx.array:
-    h = _mix(head + positions.astype(mx.uint32) * mx.array(_POSITION, mx.uint32))
+    h = _mix(head + positions.astype(mx.uint32) * _word(_POSITION))
     if queries is not None:
-        h = _mix(h + _mix(head ^ (queries.astype(mx.uint32) * mx.array(_QUERY, mx.uint32) + 1)))
+        h = _mix(h + _mix(head ^ (queries.astype(mx.uint32) * _word(_QUERY) + 1)))
     else:
         # the stream comes in a second time: so far, any stream is any other one shifted by some number of positions
-        h = _mix(h + _mix(head ^ mx.array(_QUERY, mx.uint32)))
+        h = _mix(h + _mix(head ^ _word(_QUERY)))
     # 23 bits and a half: the largest value, 1 - 2**-24, is exact in float32, so no logarithm below meets 0 or 1
     return ((h >> 9).astype(mx.float32) + 0.5) * (2.0**-23)
 
@@ -69,13 +75,8 @@ def gumbel(seed: int, layer: int, heads: mx.array, positions: mx.array, queries:
     return -mx.log(-mx.log(uniform(seed, layer, heads, positions, queries)))
 
 
-def gumbel_of_seeds(seeds: Sequence[int], positions: mx.array) -> mx.array:
-    """[R, n] float32: `gumbel(seed, 0, 0, positions [n])` of R seeds at once."""
-    return gumbel_of_streams(mx.array([stream(seed, 0) for seed in seeds], mx.uint32), positions)
-
-
 def gumbel_of_streams(streams: mx.array, positions: mx.array) -> mx.array:
-    """The same of `stream(seed, 0)` [R] uint32: a function of arrays alone."""
+    """[R, n] float32: `gumbel(seed, 0, 0, positions [n])` of R seeds at once, given `stream(seed, 0)` [R] uint32."""
     return -mx.log(-mx.log(_uniform(_mix(streams)[:, None], positions)))
 
 

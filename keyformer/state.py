@@ -791,18 +791,12 @@ def _gumbel_block(seeds: tuple[int, ...], block: int) -> np.ndarray:
 
 def _noise_of(seeds: tuple[int, ...], first: int, count: int) -> mx.array:
     """[R, count] float32, the same numbers where MLX computes, not yet computed."""
-    if on_cpu():
-        return noise.gumbel_of_seeds(seeds, mx.arange(first, first + count))
-    return _compiled_noise(_streams(seeds), mx.arange(first, first + count))
+    return noise.gumbel_of_streams(_streams(seeds), mx.arange(first, first + count))
 
 
 @lru_cache(maxsize=64)
 def _streams(seeds: tuple[int, ...]) -> mx.array:
     return mx.array([noise.stream(seed, 0) for seed in seeds], mx.uint32)
-
-
-# as one kernel, its constants part of its text; on a CPU it would need a compiler
-_compiled_noise = mx.compile(noise.gumbel_of_streams)
 
 
 @lru_cache(maxsize=64)

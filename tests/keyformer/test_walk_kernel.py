@@ -242,7 +242,7 @@ def test_every_number_of_rows_has_threads_that_hold_it(back_end: str) -> None:
 
 def test_noise_of_many_seeds_is_that_of_each() -> None:
     seeds, at = (0, 7, 2**32, 2**64 - 1), mx.arange(100, 160)
-    drawn = noise.gumbel_of_seeds(seeds, at)
+    drawn = noise.gumbel_of_streams(mx.array([noise.stream(seed, 0) for seed in seeds], mx.uint32), at)
     for r, seed in enumerate(seeds):
         assert mx.array_equal(drawn[r], noise.gumbel(seed, 0, mx.array(0), at))
     block = state._gumbel_on_device(seeds, 2)
