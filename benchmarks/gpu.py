@@ -89,7 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=30, metavar="SECONDS", help="of prefill: an arm stops there")
     parser.add_argument("--ncu", action="store_true", help="decode-kernel: also under Nsight Compute, if it is there")
     parser.add_argument("--dispatch", help=argparse.SUPPRESS)  # what --ncu runs: WHAT,N,D
-    known, _ = parser.parse_known_args(arguments)
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--dispatch")
+    known, _ = first.parse_known_args(arguments)
     if known.dispatch:
         what, n, D = known.dispatch.split(",")
         kernels.dispatch(what, int(n), int(D))

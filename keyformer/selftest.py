@@ -224,7 +224,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _selftest(options: argparse.Namespace) -> int:
     facts = about()
-    back_end = backend()
+    try:
+        back_end = backend()
+    except ValueError as error:  # what the environment asks for
+        raise Refusal(str(error)) from error
     content: dict[str, Any] = {"about": facts, "back_end": back_end, "quick": options.quick}
     if back_end is None:
         _write(options.json, content | {"result": _no_gpu(facts)})

@@ -46,3 +46,9 @@ def test_only_the_hook_reaches_into_mlx_lms_modules() -> None:
         where(p) for p in FILES if "setattr(" in p.read_text(encoding="utf-8") and "sys.modules" in p.read_text()
     ]
     assert patching == ["keyformer/hook.py"]
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by name alone, and would refuse the second."""
+    names = [path.name for path in (PROJECT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    assert len(names) == len(set(names)) > 20

@@ -15,7 +15,7 @@ import pytest
 from small import tiny_llama
 
 import keyformer
-from benchmarks import decode_model, functional, gpu, harness, kernels, models, prefill
+from benchmarks import cpu, decode_model, functional, gpu, harness, kernels, models, prefill
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -211,3 +211,11 @@ def test_the_profiler_is_run_and_what_fails_is_said(tmp_path: Path) -> None:
     assert "kernel under ncu: no table in what ncu printed" in printed
     _, printed = report("gpu", tmp_path / "j", "--only", "decode-kernel", "--ncu", PATH=os.path.dirname(sys.executable))
     assert "ncu is not on the path" in printed
+
+
+def test_help_names_every_option_and_part(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (gpu, cpu):
+        with pytest.raises(SystemExit):
+            command.main(["--help"])
+        shown = capsys.readouterr().out
+        assert all(word in shown for word in ("--only", "--json", "--tiny", *command.PARTS))

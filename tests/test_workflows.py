@@ -34,7 +34,7 @@ def test_there_is_one_for_macos() -> None:
     content = read(path)
     assert set(content["on"]) == {"push", "pull_request", "workflow_dispatch"}
     (job,) = content["jobs"].values()
-    assert job["strategy"]["matrix"] == {"os": ["macos-14", "macos-15"], "python": ["3.11", "3.13"]}
+    assert job["strategy"]["matrix"] == {"os": ["macos-15", "macos-latest"], "python": ["3.11", "3.13"]}
     assert "make test\n" in commands(path) + "\n" and "python -m keyformer.selftest" in commands(path)
     assert any("upload-artifact" in step.get("uses", "") for step in steps(path))
 

@@ -49,6 +49,14 @@ def test_kernels_that_are_switched_off_are_not_tested() -> None:
     assert done.returncode == 2 and "got KEYFORMER_KERNELS=0" in done.stderr and "unset it" in done.stderr
 
 
+def test_an_environment_that_is_wrong_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KEYFORMER_KERNELS", "yes")
+    assert selftest.main([]) == 2
+    assert capsys.readouterr().err == "keyformer.selftest: KEYFORMER_KERNELS: expected 0 or 1, got 'yes'.\n"
+
+
 def test_options_that_are_wrong_are_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert selftest.main(["--fast"]) == 2
     assert capsys.readouterr().err == "keyformer.selftest: unrecognized arguments: --fast\n"
