@@ -35,14 +35,21 @@ def lines(model: Any, tokens: int, chunk: int, budget: int, limit: float, rounds
     for i in range(-1, rounds):
         for name, (policy, *how) in arms.items():
             if name in best and best[name][-1] > limit:
+                if i + 1 == rounds:
+                    yield _line(name, best, tokens, chunk, budget)
                 continue
             ends = _read(model, prompt[: 2 * chunk] if i < 0 else prompt, chunk, policy, budget, limit, *how)
             if i >= 0 and (name not in best or len(ends) > len(best[name]) or ends[-1] < best[name][-1]):
                 best[name] = ends
-    for name, ends in best.items():
-        plain = best["KVCache"][len(ends) - 1]
-        done = min(tokens, len(ends) * chunk)
-        yield {"cache": name, "budget": budget, "tokens": done, "seconds": ends[-1], "over KVCache": ends[-1] / plain}
+            if i + 1 == rounds:  # now, so that whoever stops it has what there is
+                yield _line(name, best, tokens, chunk, budget)
+
+
+def _line(name: str, best: dict[str, list[float]], tokens: int, chunk: int, budget: int) -> Line:
+    ends = best[name]
+    plain = best["KVCache"][len(ends) - 1]
+    done = min(tokens, len(ends) * chunk)
+    return {"cache": name, "budget": budget, "tokens": done, "seconds": ends[-1], "over KVCache": ends[-1] / plain}
 
 
 def _read(
