@@ -146,7 +146,12 @@ void** arguments;
 uint32_t grid_size[3], group_size[3], group_at[3], groups[3];
 std::string error;
 std::vector<std::pair<char*, size_t>> poisoned;
-std::vector<char*> stacks;
+// Of one run: many kernels are loaded in one process, and a process has only so many mappings.
+struct Stacks : std::vector<char*> {
+  ~Stacks() {
+    for (char* stack : *this) munmap(stack - 4096, STACK + 4096);
+  }
+};
 #ifdef KF_TSAN
 void* tsan_main;
 #endif
@@ -391,6 +396,7 @@ const char* kf_run(void** args, const int* grid, const int* tg, int schedule) {
     groups[d] = (grid[d] + group_size[d] - 1) / group_size[d];
     total *= groups[d];
   }
+  Stacks stacks;
   std::mt19937 rng(schedule);
   std::vector<size_t> order(total);
   for (size_t i = 0; i < total; ++i) order[i] = schedule == 1 ? total - 1 - i : i;
