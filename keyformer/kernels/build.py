@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -113,3 +114,15 @@ def build(
     name = f"{name}_{hashlib.sha256((header + source).encode()).hexdigest()[:16]}"
     kernel: Kernel = make(name=name, input_names=inputs, output_names=outputs, source=source, header=header)
     return kernel
+
+
+@lru_cache(maxsize=256)  # alike in all layers, or from step to step
+def integers(*words: int) -> mx.array:
+    """A call's numbers, as one int32 array: one buffer, and fewer than 8 go into a GPU's constant memory."""
+    return mx.array(words, mx.int32)
+
+
+def bits(number: float) -> int:
+    """A float32's bits as an int32."""
+    (word,) = struct.unpack("<i", struct.pack("<f", number))
+    return int(word)

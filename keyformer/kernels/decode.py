@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +21,7 @@ from ..eviction import evict_row
 from ..policies import Policy
 from ..ranking import rank_rows
 from ..scores import Asked, add_query_mass, attention_mass
-from .build import MOST_BYTES, THREADS, Kernel, backend, build
+from .build import MOST_BYTES, THREADS, Kernel, backend, bits, build, integers
 
 log = logging.getLogger(__name__)
 # in one dispatch; 2 inputs of each layer, 7 others and 4 outputs are 27 of Metal's 31 buffers
@@ -320,8 +319,8 @@ def decode_kernel(kernel: Kernel, threads: int, policy: Policy, reads: Sequence[
     masses = rows.scores if rows.masses is None else rows.masses
     soft_cap = None if asked is None else asked.soft_cap
     each = zip(now.rows, now.offsets, now.recents, now.taus, now.budgets, strict=True)
-    words = [w for r, o, recent, tau, budget in each for w in (r, o, recent, _bits(tau), budget)]
-    numbers = _integers(H, B, rows.scores.shape[2], m, *words)
+    words = [w for r, o, recent, tau, budget in each for w in (r, o, recent, bits(tau), budget)]
+    numbers = integers(H, B, rows.scores.shape[2], m, *words)
     scale = D**-0.5 if asked is None else asked.scale
     fixed = _fixed(p, tuple(r.layer for r in reads), scale, 1.0 if soft_cap is None else soft_cap)
     scores, positions, masses_after, slot = kernel(
@@ -386,25 +385,13 @@ def _template(
     ]
 
 
-@lru_cache(maxsize=256)  # alike in all layers, or from step to step
-def _integers(*words: int) -> mx.array:
-    """Numbers of a step, as one array: one buffer, and fewer than 8 go into a GPU's constant memory."""
-    return mx.array(words, mx.int32)
-
-
 @lru_cache(maxsize=4096)
 def _fixed(policy: Policy, layers: tuple[int, ...], scale: float, soft_cap: float) -> mx.array:
     """What does not change from step to step."""
     decay = math.log(policy.decay)
     floats = (scale, soft_cap, max(policy.decay, 1e-37), decay, 1 - policy.decay)
     streams = [noise.stream(policy.seed, layer) for layer in layers]
-    return _integers(policy.n_sink, *map(_bits, floats), *(stream - (stream >> 31 << 32) for stream in streams))
-
-
-def _bits(number: float) -> int:
-    """A float32's bits as an int32."""
-    (bits,) = struct.unpack("<i", struct.pack("<f", number))
-    return int(bits)
+    return integers(policy.n_sink, *map(bits, floats), *(stream - (stream >> 31 << 32) for stream in streams))
 
 
 @lru_cache

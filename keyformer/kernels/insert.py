@@ -9,7 +9,6 @@ definitions, in array operations.
 from __future__ import annotations
 
 import logging
-import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from .. import eviction
 from ..eviction import take_rows
 from ..rope import rotate, turns, wavelengths
 from . import walk
-from .build import Kernel, backend, build
+from .build import Kernel, backend, bits, build, integers
 
 log = logging.getLogger(__name__)
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -245,13 +244,13 @@ def insert_kernel(
     """
     R, n, D = rows.keys.shape
     if step is None:
-        step = _integers(token, noise_at, position, _bits(tau), 0, 0, 0, 0)
+        step = integers(token, noise_at, position, bits(tau), 0, 0, 0, 0)
     if alone:
         logits = rows.scores  # any array stands in their place
     else:
         groups = -(-n // (threads // 8))
         (logits,) = kernels[0](
-            inputs=[rows.keys, new.keys, step, _integers(_bits(D**-0.5))],
+            inputs=[rows.keys, new.keys, step, integers(bits(D**-0.5))],
             output_shapes=[(R, n)],
             output_dtypes=[mx.float32],
             grid=(R * groups * threads, 1, 1),
@@ -266,7 +265,7 @@ def evict_kernel(
     kernel: Kernel, rows: Rows, limits: Limits, tau: float, threads: int = _THREADS
 ) -> tuple[Rows, mx.array]:
     """`evict_row` as one dispatch of SOURCE."""
-    step = _integers(0, 0, 0, _bits(tau), 0, 0, 0, 0)
+    step = integers(0, 0, 0, bits(tau), 0, 0, 0, 0)
     nobody = Arrivals(rows.keys, rows.values, rows.gumbel, rows.unrotated)
     return _choose(kernel, rows, nobody, None, rows.keys.shape[1] - 1, step, limits, threads, False)
 
@@ -304,7 +303,7 @@ def _choose(
             new_plain,
             *tables,
             step,
-            _integers(min(limits.n_sink, n), min(limits.recent, n), n_kept, share, shares, _bits(D**-0.5)),
+            integers(min(limits.n_sink, n), min(limits.recent, n), n_kept, share, shares, bits(D**-0.5)),
         ],
         output_shapes=[*shapes, (1,) if rows.unrotated is None else shapes[0]],
         output_dtypes=[rows.keys.dtype, rows.values.dtype, mx.float32, mx.float32, mx.int32, mx.int32, mx.float32],
@@ -335,18 +334,6 @@ def steps(tokens: Sequence[int], noise_at: Sequence[int], positions: Sequence[in
     numbers[:, 0], numbers[:, 1], numbers[:, 2] = tokens, noise_at, positions
     numbers[:, 3] = np.asarray(taus, np.float32).view(np.int32)
     return mx.array(numbers)
-
-
-@lru_cache(maxsize=256)
-def _integers(*numbers: int) -> mx.array:
-    """Numbers that many a call shares: a CUDA GPU waits for new ones, which are in the host's memory."""
-    return mx.array(numbers, mx.int32)
-
-
-def _bits(number: float) -> int:
-    """A float32's bits as an int32."""
-    (bits,) = struct.unpack("<i", struct.pack("<f", number))
-    return int(bits)
 
 
 LOGIT_INPUTS = ("keys", "new_keys", "step", "numbers")

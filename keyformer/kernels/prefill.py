@@ -9,7 +9,6 @@ side in registers (queries in the first pass, rows of the cache in the second) a
 from __future__ import annotations
 
 import logging
-import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -18,7 +17,7 @@ import mlx.core as mx
 
 from .. import noise as _noise
 from ..scores import LogitNoise, Mask, attention_mass
-from .build import Kernel, backend, build
+from .build import Kernel, backend, bits, build, integers
 from .decode import HEADER as NOISE_HEADER
 
 log = logging.getLogger(__name__)
@@ -249,7 +248,7 @@ def mass_kernel(kernel: Kernel, tiles: Tiles, call: Call) -> mx.array:
     parts = min(-(-_ENOUGH // key_blocks), Hq // Hkv * -(-S // columns))
     words = 0 if call.noise is None else _noise.stream(call.noise.seed, call.noise.layer)
     cap = 1.0 if call.soft_cap is None else call.soft_cap
-    fixed = _integers(n, parts, words - (words >> 31 << 32), _bits(call.scale), _bits(cap))
+    fixed = integers(n, parts, words - (words >> 31 << 32), bits(call.scale), bits(cap))
     if isinstance(call.tau, mx.array):
         taus = mx.broadcast_to(call.tau.reshape(-1), (B,)).astype(mx.float32)
     else:
@@ -282,20 +281,9 @@ def mass_kernel(kernel: Kernel, tiles: Tiles, call: Call) -> mx.array:
     return mass[0] if parts == 1 else mass.sum(axis=0)
 
 
-@lru_cache(maxsize=256)  # alike in all layers of a chunk, without noise
-def _integers(*words: int) -> mx.array:
-    return mx.array(words, mx.int32)
-
-
 @lru_cache(maxsize=256)
 def _repeated(number: float, times: int) -> mx.array:
     return mx.array([number] * times, mx.float32)
-
-
-def _bits(number: float) -> int:
-    """A float32's bits as an int32."""
-    (bits,) = struct.unpack("<i", struct.pack("<f", number))
-    return int(bits)
 
 
 INPUTS = ("queries", "keys", "barred", "positions", "asking", "lse", "weight", "sinks", "taus", "fixed")

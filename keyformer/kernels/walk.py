@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..eviction import take_rows, walk_mlx
-from .build import Kernel, backend, build
+from .build import Kernel, backend, bits, build
 
 log = logging.getLogger(__name__)
 _TILE = 2048  # most tokens of a dispatch: then survivors move together, and columns of rows that went are left behind
@@ -148,7 +147,7 @@ def walk_kernel(
     keys = mx.concatenate([stored, new], axis=1) if m else new
     taus = None if gumbel is None else _reused(mx.float32, *temperatures)
     frozen = _in_device_memory(scores if gumbel is None else gumbel)
-    (scale,) = struct.unpack("<i", struct.pack("<f", D**-0.5 / math.log(2)))  # a float32's bits
+    scale = bits(D**-0.5 / math.log(2))
     index = mx.broadcast_to(mx.arange(m, dtype=mx.int32), (R, m))
     kept = scores[:, :m]
     for first in range(m, m + S, tile):

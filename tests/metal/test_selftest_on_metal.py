@@ -36,6 +36,8 @@ def a_mac(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         DeviceType=mx.DeviceType,
         metal=SimpleNamespace(is_available=lambda: True),
         fast=SimpleNamespace(metal_kernel=MetalKernel),
+        array=mx.array,
+        int32=mx.int32,
     )
     monkeypatch.setattr(build, "mx", metal)
     monkeypatch.setattr(build, "THREADS", {"metal": 64})
