@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
 from .cache import NO_WINDOW, KeyformerKVCache
+from .kernels.build import integers
 from .scores import Asked, Mask
 
 
@@ -136,7 +136,7 @@ class BatchKeyformerKVCache(KeyformerKVCache):
         if self._offset_of is self._offsets and self._steady is not None:
             return self._offset
         at = self._offsets if self.rope is None else self.sizes()
-        self._offset = _numbers(*(o - p for o, p in zip(at, self._left, strict=True)))
+        self._offset = integers(*(o - p for o, p in zip(at, self._left, strict=True)))
         self._offset_of = self._offsets
         return self._offset
 
@@ -372,12 +372,6 @@ class BatchKeyformerKVCache(KeyformerKVCache):
     @state.setter
     def state(self, v: Any) -> None:
         BatchKeyformerKVCache.__init__(self, [KeyformerKVCache.from_state(s) for s in v])
-
-
-@lru_cache(maxsize=64)
-def _numbers(*numbers: int) -> mx.array:
-    """[B] int32, one array for all layers: each would have to find its way to a GPU."""
-    return mx.array(numbers, mx.int32)
 
 
 def _decode_mask(rows: list[int]) -> mx.array | None:

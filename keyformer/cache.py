@@ -26,7 +26,7 @@ from .layers import LayerGroup, Walk
 from .policies import NO_QUERIES, POLICIES, Policy, check_integer, make_policy
 from .ranking import rank_rows
 from .rope import Rope
-from .scores import Asked, Mask, add_query_mass
+from .scores import Asked, Mask, add_query_mass, starting_scores
 
 if TYPE_CHECKING:
     from .batch import BatchKeyformerKVCache
@@ -153,7 +153,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
     def scores(self) -> mx.array | None:
         """[B, Hkv, capacity] float32; -inf: a key that is not finite, ranked last. With policy "full", 0 and -inf."""
         if not self.policy.evicts:
-            return None if self.keys is None else _starting_scores(self.keys)
+            return None if self.keys is None else starting_scores(self.keys)
         rows = self._own_rows()
         self._ask_now()
         return self._scores if rows is None else rows.scores
@@ -260,10 +260,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         index = self._temporal()
         keys = _take(self._turned(self._rows[0]), index)
         scores, positions = _take(self.scores, index), _take(self.positions, index)
-        tau = self._tau()
-        assert isinstance(tau, float)  # of a single sequence
-        stored = mx.ones(scores.shape, mx.bool_)
-        return rank_rows(self.policy, self.layer, scores, positions, keys, stored, self._offsets[0], tau)[0]
+        return self._rank(keys, scores, positions)[0]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask for the next call with N tokens, as mlx-lm's caches make it; a sliding window is a ValueError."""
@@ -349,8 +346,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         elif S == 1 and self._in_prompt and self._rows[0] and not self._announced:
             self._check_unannounced_end()
             self.end_prefill()
-        if self.undecided:  # a prompt that has just ended included
-            self.group.decide()
+        self._settle()  # a prompt that has just ended included
         if S == 0:
             return (keys, values) if self.keys is None else self._fetched()
         if self._in_prompt:
@@ -552,7 +548,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         return (
             keys,
             values,
-            _starting_scores(keys) if evicts else None,
+            starting_scores(keys) if evicts else None,
             mx.broadcast_to(mx.arange(first, first + rows[2], dtype=mx.int32), rows) if evicts else None,
             mx.zeros((*rows, w), mx.float32) if w else None,
             mx.zeros(rows, mx.int32) if self.rope is not None else None,
@@ -646,15 +642,6 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         made = self._select() if self.prefill == "chunked" else []
         return made + [a for a in (self._scores, self._positions, self._masses, self.shifts) if a is not None]
 
-    def _stored_mask(self, n: int) -> mx.array:
-        """[B, 1, n] boolean: slots in use."""
-        return mx.arange(n, dtype=mx.int32) < mx.array(self._rows, mx.int32)[:, None, None]
-
-    def _tau(self) -> mx.array | float:
-        """The temperature now: a number, or [B, 1, 1, 1] float32 where sequences differ."""
-        taus = self._taus()
-        return taus[0] if len(set(taus)) == 1 else mx.array(taus, mx.float32)[:, None, None, None]
-
     def _taus(self) -> list[float]:
         """The temperature of each sequence now."""
         p = self.policy
@@ -692,28 +679,19 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             self._scores,
             self._positions,
             self._masses,
-            self._stored_mask(keys.shape[2]),
+            mx.ones((1, 1, keys.shape[2]), mx.bool_),
             offsets,
-            self._tau(),
+            self._taus()[0],
             asked,
             self.score_bytes,
             self.keys if self._whole is not None and self._whole() is keys else None,
         )
 
-    def _rank(self, keys: mx.array, n: int) -> mx.array:
-        """[B, Hkv, n] float32, what the decision compares. `keys`: [B, Hkv, n, D], as attention reads them."""
-        assert self.scores is not None and self.positions is not None
-        tau = self._tau()
-        return rank_rows(
-            self.policy,
-            self.layer,
-            self.scores[..., :n],
-            self.positions[..., :n],
-            keys,
-            self._stored_mask(n),
-            mx.array(self._offsets, mx.int32)[:, None, None],
-            tau[..., 0] if isinstance(tau, mx.array) else tau,
-        )
+    def _rank(self, keys: mx.array, scores: mx.array, positions: mx.array) -> mx.array:
+        """[1, Hkv, n] float32, what a decision compares, of rows that all exist; `keys` as attention reads them."""
+        stored = mx.ones(scores.shape, mx.bool_)
+        offset, (tau,) = self._offsets[0], self._taus()
+        return rank_rows(self.policy, self.layer, scores, positions, keys, stored, offset, tau)
 
     def _decide(self, keys: mx.array, asked: Asked | None) -> list[mx.array]:
         """After a decode step: the new row and its queries score the rows, and each full sequence frees one, together
@@ -787,9 +765,10 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         self._touched = True
         if p.attention == "key":
             return self.group.add_prompt(self)
-        assert self._positions is not None
-        rank = self._rank(self._turned(n), n)
-        self._keep(keep_rows(rank, self._positions[..., :n], self._offsets[0], budget, p.n_sink, p.recent_rows(budget)))
+        assert self._scores is not None and self._positions is not None
+        positions = self._positions[..., :n]
+        rank = self._rank(self._turned(n), self._scores[..., :n], positions)
+        self._keep(keep_rows(rank, positions, self._offsets[0], budget, p.n_sink, p.recent_rows(budget)))
         self._prior = self._rows[0]
         return []
 
@@ -936,11 +915,6 @@ def _one_layer(asked: list[Asked], heads: int) -> Asked:
         return asked[0]
     queries, sinks = [a.queries for a in asked], [a.sinks for a in asked if a.sinks is not None]
     return asked[0]._replace(queries=together(queries, 1), sinks=together(sinks, 0) if sinks else None)
-
-
-def _starting_scores(keys: mx.array) -> mx.array:
-    """0 for each row, -inf for one with a NaN or infinite component."""
-    return mx.where(mx.all(mx.isfinite(keys), axis=-1), 0.0, -mx.inf).astype(mx.float32)
 
 
 def _take(a: mx.array, index: mx.array) -> mx.array:

@@ -45,6 +45,11 @@ class LogitNoise:
     distribution: str = "gumbel"  # as `keyformer.noise.draw` takes it
 
 
+def starting_scores(keys: mx.array) -> mx.array:
+    """[B, H, n] float32 of keys [B, H, n, D]: 0, or -inf for one with a NaN or infinite component."""
+    return mx.where(mx.all(mx.isfinite(keys), axis=-1), 0.0, -mx.inf).astype(mx.float32)
+
+
 def attention_mass(
     queries: mx.array,
     keys: mx.array,

@@ -118,7 +118,8 @@ def build(
 
 @lru_cache(maxsize=256)  # alike in all layers, or from step to step
 def integers(*words: int) -> mx.array:
-    """A call's numbers, as one int32 array: one buffer, and fewer than 8 go into a GPU's constant memory."""
+    """Numbers of a call, as one int32 array: one buffer, and fewer than 8 go into a GPU's constant memory. Calls share
+    them: new ones would be fetched from the host's memory, which a CUDA GPU waits for."""
     return mx.array(words, mx.int32)
 
 

@@ -20,7 +20,7 @@ from .. import noise
 from ..eviction import evict_row
 from ..policies import Policy
 from ..ranking import rank_rows
-from ..scores import Asked, add_query_mass, attention_mass
+from ..scores import Asked, add_query_mass, attention_mass, starting_scores
 from .build import MOST_BYTES, THREADS, Kernel, backend, bits, build, integers
 
 log = logging.getLogger(__name__)
@@ -183,12 +183,11 @@ def join(each: Sequence[Rows]) -> Rows:
 def entered(rows: Rows, key: mx.array, offsets: list[int]) -> Rows:
     """The rows of one layer with a decoded token's, which has no score yet, in the slot."""
     slot, position = rows.slot[..., 0], mx.array(offsets, mx.int32)[:, None, None] - 1
-    start = mx.where(mx.all(mx.isfinite(key), axis=-1), 0.0, -mx.inf).astype(mx.float32)
     masses = None
     if rows.masses is not None:
         masses = mx.put_along_axis(rows.masses, rows.slot, mx.zeros((1, 1, 1, 1), mx.float32), axis=2)
     return Rows(
-        mx.put_along_axis(rows.scores, slot, start, axis=2),
+        mx.put_along_axis(rows.scores, slot, starting_scores(key), axis=2),
         mx.put_along_axis(rows.positions, slot, position, axis=2),
         masses,
         rows.slot,

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..eviction import take_rows, walk_mlx
-from .build import Kernel, backend, bits, build
+from .build import Kernel, backend, bits, build, integers
 
 log = logging.getLogger(__name__)
 _TILE = 2048  # most tokens of a dispatch: then survivors move together, and columns of rows that went are left behind
@@ -145,7 +145,7 @@ def walk_kernel(
     per_thread, columns = variant or (-(-slots // threads), _columns(slots, S))
     tile = min(_tile(R, m, S, slots, tile_bytes), columns - slots)
     keys = mx.concatenate([stored, new], axis=1) if m else new
-    taus = None if gumbel is None else _reused(mx.float32, *temperatures)
+    taus = None if gumbel is None else _floats(*temperatures)
     frozen = _in_device_memory(scores if gumbel is None else gumbel)
     scale = bits(D**-0.5 / math.log(2))
     index = mx.broadcast_to(mx.arange(m, dtype=mx.int32), (R, m))
@@ -163,7 +163,7 @@ def walk_kernel(
                 label,
                 frozen,
                 scores if taus is None else taus[first - m : last - m],
-                _reused(mx.int32, prior, T, slots, min(n_sink, slots), min(recent, slots), first, scale, m + S),
+                integers(prior, T, slots, min(n_sink, slots), min(recent, slots), first, scale, m + S),
             ],
             output_shapes=[(R, min(prior + T, slots))] * 2,
             output_dtypes=[mx.int32, mx.float32],
@@ -191,9 +191,9 @@ def _tile(R: int, m: int, S: int, slots: int, tile_bytes: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _reused(dtype: mx.Dtype, *numbers: float) -> mx.array:
-    """Numbers that many a call shares: new ones would be fetched from the host's memory, which a CUDA GPU waits for."""
-    return mx.array(numbers, dtype)
+def _floats(*numbers: float) -> mx.array:
+    """What `integers` is to integers."""
+    return mx.array(numbers, mx.float32)
 
 
 def _in_device_memory(a: mx.array) -> mx.array:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from emulator import _BUILT, _FENCE, _HERE, _NUMPY_TYPE, FORWARD, MetalError, Template, _clang
+from emulator import _BUILT, _HERE, FORWARD, MetalError, Template, _clang, launch
 
 from keyformer.kernels import build
 
@@ -116,21 +116,4 @@ class CudaKernel:
             arguments.append(np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x, order="C"))
             if f"{name}_shape" in self._source:
                 arguments.append(np.array(x.shape, np.int32))
-        memory, outputs = [], []
-        for shape, dtype in zip(output_shapes, output_dtypes, strict=True):
-            kind = np.dtype(_NUMPY_TYPE[dtype])
-            size = int(np.prod(shape)) * kind.itemsize
-            memory.append(np.full(size + 2 * _FENCE, 0xFF, np.uint8))
-            outputs.append(memory[-1][_FENCE : _FENCE + size].view(kind).reshape(shape))
-        buffers = [a.ctypes.data for a in (*arguments, *outputs)]
-        error = run(
-            (ctypes.c_void_p * len(buffers))(*buffers),
-            (ctypes.c_int * 3)(*grid),
-            (ctypes.c_int * 3)(*threadgroup),
-            ctypes.c_int(self.schedule),
-        )
-        if error:
-            raise MetalError(error.decode())
-        if any((m[:_FENCE] != 0xFF).any() or (m[-_FENCE:] != 0xFF).any() for m in memory):
-            raise MetalError("the kernel wrote beyond an output")
-        return [mx.array(o) for o in outputs]
+        return launch(run, arguments, output_shapes, output_dtypes, grid, threadgroup, self.schedule)

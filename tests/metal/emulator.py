@@ -311,25 +311,38 @@ class MetalKernel:
                 arguments += [np.array(x.shape, np.int32)] if shape else []
                 arguments += [np.array([s // a.itemsize for s in a.strides], np.int64)] if strides else []
                 arguments += [np.array([x.ndim], np.int32)] if axes else []
-        given = [a.tobytes() for a in arguments]
-        memory, outputs = [], []
-        for shape, dtype in zip(output_shapes, output_dtypes, strict=True):
-            kind = np.dtype(_NUMPY_TYPE[dtype])
-            size = int(np.prod(shape)) * kind.itemsize
-            memory.append(np.full(size + 2 * _FENCE, 0xFF, np.uint8))  # NaN, -1
-            outputs.append(memory[-1][_FENCE : _FENCE + size].view(kind).reshape(shape))
-        buffers = [a.ctypes.data for a in (*arguments, *outputs)]
-        error = library.run(
-            (ctypes.c_void_p * len(buffers))(*buffers),
-            (ctypes.c_int * 3)(*grid),
-            (ctypes.c_int * 3)(*threadgroup),
-            ctypes.c_int(self.schedule),
-        )
-        if error:
-            raise MetalError(error.decode())
-        if [a.tobytes() for a in arguments] != given:
-            raise MetalError("the kernel wrote to an input")
-        if any((m[:_FENCE] != 0xFF).any() or (m[-_FENCE:] != 0xFF).any() for m in memory):
-            raise MetalError("the kernel wrote beyond an output")
-        made = zip(outputs, output_dtypes, strict=True)
-        return [mx.array(o).view(mx.bfloat16) if d == mx.bfloat16 else mx.array(o) for o, d in made]
+        return launch(library.run, arguments, output_shapes, output_dtypes, grid, threadgroup, self.schedule)
+
+
+def launch(
+    run: Any,
+    arguments: list[np.ndarray],
+    output_shapes: Sequence[Sequence[int]],
+    output_dtypes: Sequence[mx.Dtype],
+    grid: tuple[int, int, int],
+    threadgroup: tuple[int, int, int],
+    schedule: int,
+) -> list[mx.array]:
+    """Call `kf_run` of a compiled kernel; its outputs, poisoned before and fenced around."""
+    given = [a.tobytes() for a in arguments]
+    memory, outputs = [], []
+    for shape, dtype in zip(output_shapes, output_dtypes, strict=True):
+        kind = np.dtype(_NUMPY_TYPE[dtype])
+        size = int(np.prod(shape)) * kind.itemsize
+        memory.append(np.full(size + 2 * _FENCE, 0xFF, np.uint8))  # NaN, -1
+        outputs.append(memory[-1][_FENCE : _FENCE + size].view(kind).reshape(shape))
+    buffers = [a.ctypes.data for a in (*arguments, *outputs)]
+    error = run(
+        (ctypes.c_void_p * len(buffers))(*buffers),
+        (ctypes.c_int * 3)(*grid),
+        (ctypes.c_int * 3)(*threadgroup),
+        ctypes.c_int(schedule),
+    )
+    if error:
+        raise MetalError(error.decode())
+    if [a.tobytes() for a in arguments] != given:
+        raise MetalError("the kernel wrote to an input")
+    if any((m[:_FENCE] != 0xFF).any() or (m[-_FENCE:] != 0xFF).any() for m in memory):
+        raise MetalError("the kernel wrote beyond an output")
+    made = zip(outputs, output_dtypes, strict=True)
+    return [mx.array(o).view(mx.bfloat16) if d == mx.bfloat16 else mx.array(o) for o, d in made]
