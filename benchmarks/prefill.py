@@ -14,15 +14,14 @@ import keyformer
 
 from .harness import Line
 
-ARMS: dict[str, tuple[str, str, int]] = {  # policy, prefill, score_bytes
-    "ours, streaming, chunked": ("streaming", "chunked", 1 << 28),
-    "ours, keyformer_proxy, chunked": ("keyformer_proxy", "chunked", 1 << 28),
-    "ours, keyformer_proxy, chunked, 1 GiB": ("keyformer_proxy", "chunked", 1 << 30),
-    "ours, keyformer_proxy, chunked, 4 GiB": ("keyformer_proxy", "chunked", 1 << 32),
-    "ours, tova": ("tova", "full", 1 << 28),
-    "ours, snapkv": ("snapkv", "full", 1 << 28),
-    "ours, h2o": ("h2o", "full", 1 << 28),
-    "ours, keyformer": ("keyformer", "full", 1 << 28),
+ARMS: dict[str, tuple[str, str, int | None]] = {  # policy, prefill, score_bytes
+    "ours, streaming, chunked": ("streaming", "chunked", None),
+    "ours, keyformer_proxy, chunked": ("keyformer_proxy", "chunked", None),
+    "ours, keyformer_proxy, chunked, 256 MiB": ("keyformer_proxy", "chunked", 1 << 28),
+    "ours, tova": ("tova", "full", None),
+    "ours, snapkv": ("snapkv", "full", None),
+    "ours, h2o": ("h2o", "full", None),
+    "ours, keyformer": ("keyformer", "full", None),
 }
 
 
@@ -30,7 +29,7 @@ def lines(model: Any, tokens: int, chunk: int, budget: int, limit: float, rounds
     """Least seconds of `rounds`. An arm that takes longer than `limit` seconds stops there, and its ratio is over the
     same number of tokens through KVCache."""
     prompt = mx.random.randint(0, model.args.vocab_size, (tokens,))
-    arms = {"KVCache": ("full", "full", 0), **ARMS}
+    arms: dict[str, tuple[str, str, int | None]] = {"KVCache": ("full", "full", None), **ARMS}
     best: dict[str, list[float]] = {}
     for i in range(-1, rounds):
         for name, (policy, *how) in arms.items():
@@ -53,7 +52,7 @@ def _line(name: str, best: dict[str, list[float]], tokens: int, chunk: int, budg
 
 
 def _read(
-    model: Any, prompt: mx.array, chunk: int, policy: str, budget: int, limit: float, when: str, score_bytes: int
+    model: Any, prompt: mx.array, chunk: int, policy: str, budget: int, limit: float, when: str, score_bytes: int | None
 ) -> list[float]:
     """Seconds from the beginning to the end of each chunk; the last includes the eviction at the prompt's end."""
     if policy == "full":

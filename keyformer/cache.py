@@ -13,6 +13,7 @@ import json
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
@@ -20,7 +21,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from . import noise
-from .eviction import keep_rows
+from .eviction import keep_rows, take_rows
 from .kernels.decode import Now, Read, Rows, entered, rows_of
 from .layers import LayerGroup, Walk
 from .policies import NO_QUERIES, POLICIES, Policy, check_integer, make_policy
@@ -31,7 +32,7 @@ from .scores import Asked, Mask, add_query_mass, starting_scores
 if TYPE_CHECKING:
     from .batch import BatchKeyformerKVCache
 
-SCORE_BYTES = 1 << 28
+_LEAST_SCORE_BYTES = 1 << 28
 _STEP = 256
 _UNBOUNDED = 2**31 - 2
 _STATE_VERSION = 2
@@ -70,7 +71,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         budget: rows kept per KV head once the prompt has ended, an integer. Ignored by policy "full".
         layer: index of the layer, a coordinate of the noise.
         prefill: "full" or "chunked".
-        score_bytes: bound on the float32 logits of one tile of the score pass.
+        score_bytes: bound on the float32 logits of one tile of the score pass; None: `default_score_bytes()`.
         rope: the layer's rotary embedding, for positions that are contiguous; None keeps the original ones.
         uneven: other layers have other budgets, so that one mask cannot serve them all (see `fit_mask`).
         readers: attention layers that read these rows in one call of the model (gemma3n, gemma4: layers without rows
@@ -86,7 +87,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         budget: int | None,
         layer: int = 0,
         prefill: str = "full",
-        score_bytes: int = SCORE_BYTES,
+        score_bytes: int | None = None,
         *,
         rope: Rope | None = None,
         uneven: bool = False,
@@ -98,6 +99,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
             if budget is None:
                 raise ValueError(f"budget: policy {policy.name} needs a number of rows, got None.")
             policy.check_budget(budget)
+        score_bytes = default_score_bytes() if score_bytes is None else score_bytes
         check_integer("score_bytes", score_bytes, 1)
         self.policy = policy
         self.layer = layer
@@ -776,15 +778,12 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """The new rows of a prompt, each of which is to score the rows before it."""
         assert self._scores is not None and self._positions is not None
         p, n, budget = self.policy, self._rows[0], self._budgets[0]
-        keys = self._turned(n)
-        frozen = None
-        if p.noise == "select":
-            heads = mx.arange(keys.shape[1])[:, None]
-            frozen = noise.draw(p.distribution, p.seed, self.layer, heads, self._positions[..., :n])
         first = self._offsets[0] - (n - self._prior)  # tokens inserted before the first new row
-        taus = [noise.temperature(t, p.tau_init, p.tau_end, p.anneal_steps) for t in range(first, self._offsets[0])]
+        taus = noise.temperatures(first, self._offsets[0] - first, p.tau_init, p.tau_end, p.anneal_steps)
         limits = budget, p.n_sink, p.recent_rows(budget)
-        return Walk(keys, self._prior, self._scores[..., :n], frozen, limits, taus, self.score_bytes)
+        drawn = (p.distribution, p.seed) if p.noise == "select" else None
+        rows = self._scores[..., :n], drawn, self._positions[..., :n], self.layer
+        return Walk(self._turned(n), self._prior, *rows, limits, taus, self.score_bytes)
 
     def _walked(self, index: mx.array, scores: mx.array) -> list[mx.array]:
         """Keep the rows `index` [1, Hkv, m], whose scores are these; returns what that made."""
@@ -819,7 +818,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         known = type(self.policy) in (Policy, POLICIES.get(self.policy.name))
         settings: dict[str, Any] = {
             "version": _STATE_VERSION,
-            "policy": {"name": self.policy.name, **asdict(self.policy)} if known else None,
+            "policy": _as_settings(self.policy) if known else None,
             "budget": self.budget,
             "layer": self.layer,
             "prefill": self.prefill,
@@ -904,6 +903,20 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         return BatchKeyformerKVCache(caches)
 
 
+def default_score_bytes() -> int:
+    """256 MiB; on a GPU a 64th of its memory where that is more, as a walk over many heads is faster in few tiles."""
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return _LEAST_SCORE_BYTES
+    info = mx.device_info()
+    memory = info.get("max_recommended_working_set_size") or info.get("total_memory") or 0  # Metal, CUDA
+    return max(_LEAST_SCORE_BYTES, int(memory) // 64)
+
+
+@lru_cache(maxsize=64)
+def _as_settings(policy: Policy) -> dict[str, Any]:
+    return {"name": policy.name, **asdict(policy)}
+
+
 def _one_layer(asked: list[Asked], heads: int) -> Asked:
     """Calls of several layers, alike but for queries and sinks, as one with more query heads to each of `heads`."""
 
@@ -919,4 +932,7 @@ def _one_layer(asked: list[Asked], heads: int) -> Asked:
 
 def _take(a: mx.array, index: mx.array) -> mx.array:
     """Rows `index` [B, Hkv, m] of an array whose axis 2 is rows."""
-    return mx.take_along_axis(a, index if a.ndim == 3 else index[..., None], axis=2)
+    if a.ndim == 3:
+        return mx.take_along_axis(a, index, axis=2)
+    B, H = a.shape[:2]
+    return take_rows(a.reshape(B * H, *a.shape[2:]), index.reshape(B * H, -1)).reshape(B, H, -1, *a.shape[3:])

@@ -45,7 +45,10 @@ def keep_rows(rank: mx.array, positions: mx.array, offset: int, budget: int, n_s
     below, equal = rank < threshold, rank == threshold
     ties = drop - below.sum(axis=-1, keepdims=True)
     dropped = below | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= ties))
-    return mx.sort(mx.where(dropped, n, mx.arange(n, dtype=mx.int32)), axis=-1)[..., :budget]
+    place = mx.where(dropped, budget, mx.cumsum((~dropped).astype(mx.int32), axis=-1) - 1)
+    rows = mx.broadcast_to(mx.arange(n, dtype=mx.int32), place.shape)
+    kept = mx.zeros((*place.shape[:-1], budget + 1), mx.int32)  # the last place takes all that are dropped
+    return mx.put_along_axis(kept, place, rows, axis=-1)[..., :budget]
 
 
 def evict_row(
@@ -301,9 +304,12 @@ def as_float32(a: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
 def take_rows(a: mx.array, index: mx.array) -> mx.array:
     """Rows `index` [R, m] of a [R, n, ...]; it copies whole rows, many times faster than `take_along_axis`."""
     R, n = a.shape[:2]
+    wide = a.shape[-1] * a.itemsize % 8 == 0 and a.ndim > 2  # fewer and wider elements: 4 times as fast on a GPU
+    dtype, a = a.dtype, a.view(mx.uint64) if wide else a
     first = mx.arange(0, R * max(n, 1), max(n, 1), dtype=mx.int32)  # by value: no number in the host's memory
     flat = index.astype(mx.int32) + first[:, None]
-    return mx.take(a.reshape(R * n, *a.shape[2:]), flat, axis=0)
+    rows = mx.take(a.reshape(R * n, *a.shape[2:]), flat, axis=0)
+    return rows.view(dtype) if wide else rows
 
 
 def walk_mlx(

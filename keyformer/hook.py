@@ -24,7 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache as _default_cache
 from .allocate import allocate as _allocate
 from .attention import PLACED_ELSEWHERE, REFUSED, REPLACEMENTS, shown
 from .batch import BatchKeyformerKVCache
-from .cache import SCORE_BYTES, KeyformerKVCache
+from .cache import KeyformerKVCache
 from .layers import group_layers
 from .policies import NO_QUERIES, Policy
 from .rope import Rope, read_ropes
@@ -46,7 +46,7 @@ def make_prompt_cache(
     *,
     positions: str = "original",
     allocate: str | Sequence[float] = "uniform",
-    score_bytes: int = SCORE_BYTES,
+    score_bytes: int | None = None,
 ) -> list[Any]:
     """The model's own caches with every plain global-attention KVCache replaced by a KeyformerKVCache.
 
@@ -61,8 +61,8 @@ def make_prompt_cache(
             0..n-1, as StreamingLLM does and Keyformer's "new positions").
         allocate: how the layers share budget * layers rows: "uniform", "pyramid", or a weight for each layer that
             evicts.
-        score_bytes: bound on the float32 logits that scoring a prompt has at once, 256 MiB unless told otherwise; more
-            makes a long prompt of policies with attention "key" faster on a GPU.
+        score_bytes: bound on the float32 logits that scoring a prompt has at once; None is 256 MiB, or a 64th of the
+            GPU's memory where that is more. More makes a long prompt of policies with attention "key" faster on a GPU.
 
     Returns:
         One cache per layer, for `prompt_cache=` of mlx-lm's functions.
@@ -81,7 +81,7 @@ def _planned(
     prefill: str,
     positions: str,
     allocate: str | Sequence[float],
-    score_bytes: int,
+    score_bytes: int | None,
 ) -> Callable[[], list[Any]]:
     """What makes the caches of `make_prompt_cache`; the model is looked at here, once."""
     if not isinstance(policy, Policy):
@@ -188,7 +188,7 @@ def attached(
     *,
     positions: str = "original",
     allocate: str | Sequence[float] = "uniform",
-    score_bytes: int = SCORE_BYTES,
+    score_bytes: int | None = None,
 ) -> Iterator[None]:
     """Within this block mlx-lm runs the model with evicting caches; at its end everything is as it was.
 
@@ -209,7 +209,7 @@ def attached(
             them.
     """
     given = budget, prefill, positions, allocate, score_bytes
-    if policy is None and given != (None, "full", "original", "uniform", SCORE_BYTES):
+    if policy is None and given != (None, "full", "original", "uniform", None):
         raise ValueError(
             "attached: budget, prefill, positions, allocate and score_bytes need a policy beside them, got none."
         )

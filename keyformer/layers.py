@@ -18,6 +18,7 @@ import mlx.core as mx
 from .eviction import walk
 from .kernels.build import backend
 from .kernels.decode import MOST_LAYERS, Read, Rows, decode_step, join
+from .noise import draw
 
 if TYPE_CHECKING:
     from .cache import KeyformerKVCache
@@ -30,7 +31,8 @@ class Walk:
     Attributes:
         keys: [1, Hkv, prior + S, D]; the first `prior` have been through this.
         scores: [1, Hkv, prior + S] float32.
-        frozen: [1, Hkv, prior + S] float32, noise of each row, or None.
+        noise: distribution and seed of each row's noise, or None.
+        positions: [1, Hkv, prior + S] int32 and the layer, coordinates of that noise.
         limits: budget, first and last rows that are protected.
         temperatures: tau at each of the S decisions.
         tile_bytes: bound on float32 logits at once.
@@ -39,9 +41,11 @@ class Walk:
     keys: mx.array
     prior: int
     scores: mx.array
-    frozen: mx.array | None
+    noise: tuple[str, int] | None
+    positions: mx.array
+    layer: int
     limits: tuple[int, int, int]
-    temperatures: list[float]
+    temperatures: Sequence[float]
     tile_bytes: int
 
     def alike(self, other: Walk) -> bool:
@@ -51,7 +55,7 @@ class Walk:
             and self.keys.dtype == other.keys.dtype
             and (self.prior, self.limits) == (other.prior, other.limits)
             and (self.temperatures, self.tile_bytes) == (other.temperatures, other.tile_bytes)
-            and (self.frozen is None) == (other.frozen is None)
+            and self.noise == other.noise
         )
 
 
@@ -128,13 +132,16 @@ def _walk(alike: Sequence[tuple[KeyformerKVCache, Walk]]) -> list[mx.array]:
     walks = [w for _, w in alike]
     first, m = walks[0], walks[0].prior
     keys, scores = _together([w.keys for w in walks]), _together([w.scores for w in walks])
-    frozen = [w.frozen for w in walks if w.frozen is not None]
+    frozen = None
+    if first.noise is not None:
+        heads, positions = mx.arange(keys.shape[1])[:, None], _together([w.positions for w in walks])
+        frozen = draw(*first.noise, [w.layer for w in walks], heads, positions)
     index, kept = walk(
         keys[:, :, :m],
         keys[:, :, m:],
         scores,
         *first.limits,
-        _together(frozen) if frozen else None,
+        frozen,
         first.temperatures,
         first.tile_bytes,
     )

@@ -6,6 +6,7 @@ kernel computes the same integers.
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import mlx.core as mx
@@ -41,18 +42,23 @@ def stream(seed: int, layer: int) -> int:
     return h
 
 
-def _stream(seed: int, layer: int, heads: mx.array) -> mx.array:
+def _stream(seed: int, layer: int | Sequence[int], heads: mx.array) -> mx.array:
     """One well-mixed uint32 per head."""
-    h = mx.array(stream(seed, layer), mx.uint32)
+    if isinstance(layer, int):
+        h = mx.array(stream(seed, layer), mx.uint32)
+    else:
+        h = mx.array([stream(seed, one) for one in layer], mx.uint32).reshape(-1, *[1] * heads.ndim)
     return _mix(h + heads.astype(mx.uint32) * _word(_HEAD))
 
 
-def uniform(seed: int, layer: int, heads: mx.array, positions: mx.array, queries: mx.array | None = None) -> mx.array:
+def uniform(
+    seed: int, layer: int | Sequence[int], heads: mx.array, positions: mx.array, queries: mx.array | None = None
+) -> mx.array:
     """Uniform numbers strictly inside (0, 1), float32: one per broadcast element of heads, positions and queries.
 
     Args:
         seed: any integer in [0, 2**64).
-        layer: index of the model's layer.
+        layer: index of the model's layer; of several, `positions` has one entry each on an axis before the heads'.
         heads, positions, queries: integer arrays that broadcast together; `queries` (the position of the asking query)
             makes the noise redrawn per (query, row) instead of frozen per row.
     """
@@ -70,7 +76,9 @@ def _uniform(head: mx.array, positions: mx.array, queries: mx.array | None = Non
     return ((h >> 9).astype(mx.float32) + 0.5) * (2.0**-23)
 
 
-def gumbel(seed: int, layer: int, heads: mx.array, positions: mx.array, queries: mx.array | None = None) -> mx.array:
+def gumbel(
+    seed: int, layer: int | Sequence[int], heads: mx.array, positions: mx.array, queries: mx.array | None = None
+) -> mx.array:
     """Standard Gumbel noise -log(-log(u)), float32: mean 0.5772, standard deviation 1.2825; arguments of `uniform`."""
     return -mx.log(-mx.log(uniform(seed, layer, heads, positions, queries)))
 
@@ -80,7 +88,9 @@ def gumbel_of_streams(streams: mx.array, positions: mx.array) -> mx.array:
     return -mx.log(-mx.log(_uniform(_mix(streams)[:, None], positions)))
 
 
-def gaussian(seed: int, layer: int, heads: mx.array, positions: mx.array, queries: mx.array | None = None) -> mx.array:
+def gaussian(
+    seed: int, layer: int | Sequence[int], heads: mx.array, positions: mx.array, queries: mx.array | None = None
+) -> mx.array:
     """Normal noise with the mean and standard deviation of `gumbel`, float32, by the inverse distribution function.
 
     It grows with the same uniform number as `gumbel` does, so the two differ in shape alone. Arguments of `uniform`.
@@ -92,7 +102,7 @@ def gaussian(seed: int, layer: int, heads: mx.array, positions: mx.array, querie
 def draw(
     distribution: str,
     seed: int,
-    layer: int,
+    layer: int | Sequence[int],
     heads: mx.array,
     positions: mx.array,
     queries: mx.array | None = None,
@@ -116,3 +126,9 @@ def temperature(step: int, tau_init: float, tau_end: float, anneal_steps: int) -
     if anneal_steps == 0:
         return tau_init
     return tau_init + min(step, anneal_steps) * (tau_end - tau_init) / anneal_steps
+
+
+@lru_cache(maxsize=64)
+def temperatures(first: int, count: int, tau_init: float, tau_end: float, anneal_steps: int) -> tuple[float, ...]:
+    """`temperature` of `count` steps from `first` on; remembered, as every layer asks for those of a chunk."""
+    return tuple(temperature(step, tau_init, tau_end, anneal_steps) for step in range(first, first + count))

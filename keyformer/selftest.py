@@ -242,7 +242,7 @@ def _selftest(options: argparse.Namespace) -> int:
         reports[check.name] = report = examine(check, back_end, options.quick)
         _say_report(check, report)
         if not report.failed:
-            _time(check, back_end, bandwidth, 8 if options.quick else 48, report)
+            _time(check, back_end, bandwidth, 32 if options.quick else 48, report)
     models = {}
     for name, (policy, prefill) in END_TO_END.items():
         models[name] = wrong = end_to_end(policy, prefill)

@@ -237,11 +237,11 @@ class _Rule(NamedTuple):
     def limits(self) -> Limits:
         return Limits(self.budget, self.n_sink, self.recent, self.rope_base)
 
-    def temperatures(self, pos: int, count: int) -> list[float]:
+    def temperatures(self, pos: int, count: int) -> Sequence[float]:
         """tau at each decision of `count` tokens, `pos` of them inserted before."""
         if self.anneal_steps == 0 or self.tau_init == self.tau_end:
-            return [self.tau_init] * count
-        return [noise.temperature(t, self.tau_init, self.tau_end, self.anneal_steps) for t in range(pos, pos + count)]
+            return (self.tau_init,) * count
+        return noise.temperatures(pos, count, self.tau_init, self.tau_end, self.anneal_steps)
 
 
 @lru_cache(maxsize=64, typed=True)

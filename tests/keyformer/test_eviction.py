@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from keyformer import noise
-from keyformer.eviction import evict_row, keep_rows, walk
+from keyformer.eviction import evict_row, keep_rows, take_rows, walk
 
 FEW = st.sampled_from([0.0, 1.0, 1.0, 2.0, -1.0, math.nan, -math.inf])  # so that ties are the rule
 
@@ -195,3 +195,17 @@ def test_walk_beyond_one_block_of_logits() -> None:
         positions, scores = walk_in_blocks(c, cuts)
         assert positions.tolist() == [one.positions(0), one.positions(1)]
         np.testing.assert_allclose(scores, [one.scores(0), one.scores(1)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("size", [1, 3, 4, 6, 8])
+def test_rows_are_taken_bit_for_bit(dtype: mx.Dtype, size: int) -> None:
+    a = mx.random.normal((3, 7, size), key=mx.random.key(size)).astype(dtype)
+    a[0, 2] = mx.nan
+    index = mx.array([[6, 0, 2, 2], [1, 1, 5, 0], [3, 4, 6, 2]])
+    taken = take_rows(a[:, :, :], index)
+    expected = mx.take_along_axis(a, index[..., None], axis=1)
+    assert taken.dtype == dtype and taken.shape == (3, 4, size)
+    assert mx.array_equal(taken, expected, equal_nan=True)
+    half = mx.concatenate([a, a], axis=1)[:, 3:10]  # rows of an array that goes on
+    assert mx.array_equal(take_rows(half, index), mx.take_along_axis(half, index[..., None], axis=1), equal_nan=True)

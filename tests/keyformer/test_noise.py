@@ -220,3 +220,16 @@ def test_it_leaves_the_global_generator_alone() -> None:
 def test_temperature(step: int, schedule: tuple[float, float, int], expected: float) -> None:
     assert noise.temperature(step, *schedule) == expected
     assert oracle.temperature(step, *schedule) == expected
+
+
+def test_layers_drawn_together_have_the_noise_of_each() -> None:
+    positions = mx.arange(3 * 2 * 5).reshape(3, 2, 5) * 7 % 11
+    heads = mx.arange(2)[:, None]
+    together = noise.draw("gumbel", 5, [4, 0, 9], heads, positions)
+    for i, layer in enumerate([4, 0, 9]):
+        assert mx.array_equal(together[i], noise.draw("gumbel", 5, layer, heads, positions[i]))
+
+
+def test_temperatures_are_those_of_each_step() -> None:
+    steps = noise.temperatures(3, 4, 1.0, 2.0, 5)
+    assert steps == tuple(noise.temperature(step, 1.0, 2.0, 5) for step in (3, 4, 5, 6))

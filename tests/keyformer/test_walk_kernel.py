@@ -156,7 +156,7 @@ def test_a_walk_that_is_not_right_is_not_used(
 @pytest.mark.parametrize(
     ("prior", "tokens", "budget", "tile", "expected"),
     [(50, 71, 50, 0, [71]), (0, 71, 50, 0, [71]), (50, 71, 50, 16, [15] * 4 + [11]), (9, 3, 50, 1, [1] * 3),
-     (5, 2061, 6, 0, [1031, 1030])],
+     (5, 2061, 6, 0, [1088, 973]), (300, 400, 300, 150, [128] * 3 + [16])],
 )  # fmt: skip
 def test_a_block_is_cut_only_where_its_logits_do_not_fit(
     prior: int, tokens: int, budget: int, tile: int, expected: list[int]
