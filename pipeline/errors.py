@@ -1,4 +1,4 @@
-"""The one error that means: the user can mend this; and whether the user has had enough."""
+"""The errors that mean more than their message; and whether the user has had enough."""
 
 import threading
 
@@ -12,3 +12,7 @@ class BadInput(ValueError):
     The message says what was expected, what was got and what to change. `python -m pipeline` prints it alone, without a
     traceback, and exits with code 2.
     """
+
+
+class HostUnfit(RuntimeError):
+    """This machine cannot do the job; another one may."""
