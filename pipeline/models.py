@@ -106,7 +106,7 @@ def resolve(model: DictConfig, cache: Path) -> ModelFolder:
             f"expected max_position_embeddings (the context length) in {path / 'config.json'}, got none. "
             f"{_remedy(path)}"
         )
-    backend = _backend()
+    backend = detect_backend()
     dtype = _dtype(str(model.get("dtype") or "auto"), config, _stored_dtype(headers), backend, source)
     return ModelFolder(path, name, revision, backend, dtype, context)
 
@@ -388,7 +388,8 @@ def _sha256(path: Path) -> str:
 # -- what computes, and in which numbers -------------------------------------------------------------------------------
 
 
-def _backend() -> str:
+def detect_backend() -> str:
+    """What computes here: cpu | metal | cuda."""
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"

@@ -126,7 +126,7 @@ def job_key(cfg: DictConfig, model: models.ModelFolder, data_hash: str) -> str:
     kept = {k: v for k, v in config.items() if k not in _VOLATILE}
     kept["generate"] = {k: v for k, v in kept["generate"].items() if k != "share_prefill_gb"}
     kept["model"] = {"name": cfg.model.name, "revision": model.revision, "dtype": model.dtype, "backend": model.backend}
-    kept |= {"data": data_hash, "code": code_hash(), "versions": _versions("mlx", "mlx-lm", "lm-eval")}
+    kept |= {"data": data_hash, "code": code_hash(), "versions": versions("mlx", "mlx-lm", "lm-eval")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -277,8 +277,8 @@ def _describe(cfg: DictConfig, folder: Path, name: str, model: models.ModelFolde
         "sweep_key": cfg.sweep.key,
         "git_commit": git_commit(),
         "host": socket.gethostname(),
-        "chip": _chip(),
-        "versions": {"python": platform.python_version(), "os": platform.platform(), **_versions()},
+        "chip": chip(),
+        "versions": {"python": platform.python_version(), "os": platform.platform(), **versions()},
         "model": {"name": model.name, "revision": model.revision, "dtype": model.dtype, "backend": model.backend},
         "data": about,
         "dataset_path": os.path.relpath(data),
@@ -313,7 +313,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def _versions(*names: str) -> dict[str, str]:
+def versions(*names: str) -> dict[str, str]:
+    """The installed versions of these packages; without names, of those that a run records."""
     return {
         n: version(n) for n in names or ("mlx", "mlx-lm", "lm-eval", "datasets", "transformers", "mlflow", "hydra-core")
     }
@@ -335,7 +336,7 @@ def git_commit() -> str:
 
 
 @lru_cache
-def _chip() -> str:
+def chip() -> str:
     """The accelerator's name, or the processor's."""
     if mx.default_device() == mx.Device(mx.gpu):
         return str(mx.device_info().get("device_name", "gpu"))
