@@ -14,7 +14,7 @@ modules := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard keyforme
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s%s\n", $$1, $$2}' Makefile
-	@echo "  options: EXPERIMENT=<file in conf/experiment>  LAUNCHER=basic  ARGS=\"more overrides\"  PYTHON=/path/to/python"
+	@echo "  options: EXPERIMENT=<file in conf/experiment>  LAUNCHER=basic|dask  ARGS=\"more overrides\"  PYTHON=/path/to/python"
 
 setup: $(ready)  ## make the environment in .venv (every other target does it too)
 

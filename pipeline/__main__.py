@@ -36,6 +36,7 @@ _CONF = Path(__file__).parent.parent / "conf"
 _LEAST_FREE_BYTES = 200 * 2**20
 _FEW_ITEMS = 10
 _AGAIN = ("job", "stages", "task.primary", "tracking")  # what may be said of a stored job
+_LAUNCHERS = ("basic", "dask")
 _OF_A_SWEEP = ("outputs", "experiment_name", "stages", "tracking", "job")  # one value for all jobs
 
 
@@ -46,6 +47,7 @@ class _Job:
     data: str = ""
     key: str = ""
     sweep: str = ""  # of a stored job: the sweep that it belongs to
+    memory: int = 0  # bytes that it takes at most; 0: no model is run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,6 +160,7 @@ def _compose(overrides: list[str], multirun: bool) -> tuple[DictConfig, list[_Jo
     from .run import validate, without_idle_axes
 
     loader = GlobalHydra.instance().config_loader()
+    _check_launcher([o.partition("=")[2] for o in overrides if o.partition("=")[0] == "hydra/launcher"])
     mode = RunMode.MULTIRUN if multirun else RunMode.RUN
     try:
         master = loader.load_configuration("config", overrides, run_mode=mode)
@@ -165,6 +168,7 @@ def _compose(overrides: list[str], multirun: bool) -> tuple[DictConfig, list[_Jo
         raise BadInput(
             f"expected a choice for each group, as policy=h2o, got {' '.join(overrides)}: {error}"
         ) from error
+    _check_launcher([master.hydra.runtime.choices["hydra/launcher"]])  # an experiment file can choose one, too
     params = [f"{k}={v}" for k, v in (master.hydra.sweeper.params or {}).items()] if multirun else []
     parsed = OverridesParser.create(config_loader=loader).parse_overrides([*params, *master.hydra.overrides.task])
     for override in parsed:
@@ -191,6 +195,16 @@ def _compose(overrides: list[str], multirun: bool) -> tuple[DictConfig, list[_Jo
         key = json.dumps(OmegaConf.to_container(cfg, resolve=True), sort_keys=True)
         jobs.setdefault(key, _Job([*chosen, *(f"{name}=null" for name in idle)], cfg))
     return master, list(jobs.values())
+
+
+def _check_launcher(chosen: Sequence[str]) -> None:
+    for name in chosen:
+        if name not in _LAUNCHERS:
+            raise BadInput(
+                f"hydra/launcher: expected {' or '.join(_LAUNCHERS)}, got {name!r}: jobs run one at a time on each GPU, as "
+                "several processes on one would only share its memory and slow each other down; "
+                "basic runs them here, dask on several machines."
+            )
 
 
 def _refuse_unknown(cfg: DictConfig) -> None:
@@ -308,14 +322,18 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
             print(f"{job.key}  {done}  {job_name(job.cfg)}")
         print(f"{count}; nothing was run (--dry-run)")
         return 0
+    launcher = _launcher(master)
+    if hasattr(launcher, "preflight") and cfg.job is None:
+        launcher.preflight(str(outputs), [_wanted(job) for job in jobs])
     sweep, left = None, jobs
     if "publish" in cfg.stages:
         try:
-            uri = tracking.resolve_uri(cfg.tracking, outputs)
+            uri = _tracking_uri(master, cfg, outputs)
             sweep = tracking.open_sweep(
                 uri, cfg.experiment_name, sweep_key, {"jobs": len(jobs), "overrides": str(master.hydra.overrides.task)}
             )
             if "generate" in cfg.stages:
+                _publish_what_is_home(sweep, jobs, outputs)
                 finished = tracking.finished(sweep, [j.key for j in jobs])
                 left = [j for j in jobs if j.key not in finished]
         except tracking.TrackingUnreachable as error:
@@ -324,10 +342,11 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
     console.print(f"{count} in experiment {cfg.experiment_name}" + (f", {skipped} already finished" if skipped else ""))
     status, failed = "KILLED", 0
     try:
-        failed = _launch(master, left, sweep_key, sweep)
+        failed = _launch(launcher, left, sweep_key, sweep)
         status = "FAILED" if failed else "FINISHED"
     finally:
         if sweep is not None:
+            _publish_what_is_home(sweep, left, outputs)
             _close(sweep, outputs, status)
     if sweep is None:
         console.print(
@@ -359,25 +378,71 @@ def _check_generated(jobs: list[_Job], outputs: Path) -> None:
             )
 
 
-def _launch(master: DictConfig, jobs: list[_Job], sweep_key: str, sweep: Any) -> int:
-    """Hand the jobs to Hydra's launcher; returns how many failed."""
+def _launcher(master: DictConfig) -> Any:
     from hydra._internal.callbacks import Callbacks
     from hydra.core.plugins import Plugins
-    from hydra.core.utils import JobStatus
     from hydra.types import HydraContext
+
+    from .run import run_job
+
+    context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks(master))
+    return Plugins.instance().instantiate_launcher(hydra_context=context, task_function=run_job, config=master)
+
+
+def _wanted(job: _Job) -> dict[str, Any]:
+    """What a host needs to have for a job."""
+    groups = {name: OmegaConf.to_container(job.cfg[name], resolve=True) for name in ("model", "task")}
+    return groups | {"memory": job.memory}
+
+
+def _tracking_uri(master: DictConfig, cfg: DictConfig, outputs: Path) -> str:
+    """The tracking server of this sweep: over several machines the head's, unless another one was chosen."""
+    from . import tracking
+
+    if master.hydra.runtime.choices["hydra/launcher"] == "dask":
+        from .cluster import joined
+
+        cluster = joined(outputs, master.hydra.launcher.head)
+        embedded = cfg.tracking.uri in (None, "") and cfg.tracking.host not in (None, "")
+        chosen = os.environ.get("MLFLOW_TRACKING_URI")
+        if cluster.mlflow is not None and (chosen == cluster.mlflow or (embedded and not chosen)):
+            os.environ.update(cluster.environment())
+            return cluster.mlflow
+    return tracking.resolve_uri(cfg.tracking, outputs)
+
+
+def _publish_what_is_home(sweep: Any, jobs: list[_Job], outputs: Path) -> None:
+    """Finished jobs that could not be published when they ran, from their folders here."""
+    from . import tracking
+    from .run import console, job_name
+
+    for job in jobs:
+        folder = outputs / "jobs" / job.key
+        if (folder / "score.json").is_file() and not (folder / "published.json").is_file():
+            try:
+                tracking.publish_job(sweep, folder)
+                console.print(f"published {job_name(job.cfg)}")
+            except tracking.TrackingUnreachable as error:
+                console.print(f"[yellow]warning[/]: {error}")
+                return
+            except (BadInput, OSError) as error:
+                console.print(f"[yellow]warning[/]: {job_name(job.cfg)} could not be published: {error}")
+
+
+def _launch(launcher: Any, jobs: list[_Job], sweep_key: str, sweep: Any) -> int:
+    """Hand the jobs to Hydra's launcher; returns how many failed."""
+    from hydra.core.utils import JobStatus
 
     from .run import StopSweep, run_job
 
     if not jobs:
         return 0
-    context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks(master))
-    launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=run_job, config=master)
     shared: dict[str, Any] = {"key": sweep_key, "total": len(jobs), "started": time.time(), "uri": None, "run_id": None}
     if sweep is not None:
         shared |= {"uri": sweep.uri, "experiment_id": sweep.experiment_id, "run_id": sweep.run_id}
     overrides = []
     for index, job in enumerate(jobs):
-        one = shared | {"job": job.key, "data": job.data, "index": index}
+        one = shared | {"job": job.key, "data": job.data, "index": index, "memory": job.memory}
         overrides.append([*job.overrides, *(f"+sweep.{name}={_quoted(value)}" for name, value in one.items())])
     try:
         if jobs[0].cfg.job is not None:

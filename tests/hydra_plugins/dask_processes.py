@@ -1,0 +1,83 @@
+"""A Dask scheduler and workers on this machine, as real processes; each worker stands for one host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+
+
+class Cluster:
+    """A scheduler on a port that stays the same when it is started again, and named workers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.address = f"tcp://127.0.0.1:{self.port}"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start_scheduler(self) -> None:
+        self._start(
+            "scheduler", PROJECT, "scheduler", "--host", "127.0.0.1", "--port", str(self.port), "--no-dashboard"
+        )
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with socket.socket() as caller:
+                if caller.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.1)
+        raise AssertionError(self.log("scheduler"))
+
+    def start_worker(self, name: str, cwd: Path = PROJECT, **environment: str) -> None:
+        """A worker `name` in the project folder `cwd`, with its own folder for temporary files and the GPU lock."""
+        options = ["--nworkers", "1", "--nthreads", "1", "--memory-limit", "0", "--no-dashboard", "--no-nanny"]
+        options += ["--name", name, "--resources", "GPU=1", "--local-directory", str(self.folder / name)]
+        (self.folder / name).mkdir(exist_ok=True)
+        self._start(name, cwd, "worker", self.address, *options, TMPDIR=str(self.folder / name), **environment)
+
+    def _start(self, name: str, cwd: Path, *command: str, **environment: str) -> None:
+        assert name not in self.processes
+        path = os.pathsep.join(filter(None, [str(cwd), os.environ.get("PYTHONPATH")]))
+        with open(self.folder / f"{name}.log", "ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", f"distributed.cli.dask_{command[0]}", *command[1:]],
+                cwd=cwd,
+                env=os.environ | {"PYTHONPATH": path, "DASK_DISTRIBUTED__ADMIN__TICK__LIMIT": "1m"} | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """End one process, and only it."""
+        process = self.processes.pop(name)
+        process.send_signal(how)
+        process.wait(30)
+
+    def jobs(self, name: str) -> list[psutil.Process]:
+        """The processes of jobs that the worker `name` has started."""
+        worker = psutil.Process(self.processes[name].pid)
+        return [child for child in worker.children() if "hydra_plugins.dask_launcher._job" in child.cmdline()]
+
+    def stop(self) -> None:
+        for name in sorted(self.processes, key=lambda name: name == "scheduler"):
+            children = psutil.Process(self.processes[name].pid).children(recursive=True)
+            self.kill(name)
+            for child in children:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
