@@ -201,9 +201,9 @@ def _check_launcher(chosen: Sequence[str]) -> None:
     for name in chosen:
         if name not in _LAUNCHERS:
             raise BadInput(
-                f"hydra/launcher: expected {' or '.join(_LAUNCHERS)}, got {name!r}: jobs run one at a time on each GPU, as "
-                "several processes on one would only share its memory and slow each other down; "
-                "basic runs them here, dask on several machines."
+                f"hydra/launcher: expected {' or '.join(_LAUNCHERS)}, got {name!r}: jobs run one at a time on each "
+                "GPU, as several processes on one only share its memory and slow each other down; basic runs them "
+                "here, dask on several machines."
             )
 
 

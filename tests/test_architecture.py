@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
-FILES = sorted(p for package in ("keyformer", "pipeline") for p in (PROJECT / package).rglob("*.py"))
-PLACES = {
-    "mlflow": {"pipeline/tracking.py", "pipeline/report.py"},
-    "lm_eval": {"pipeline/load.py", "pipeline/score.py", "pipeline/language_model.py"},
+FILES = sorted(p for package in ("keyformer", "pipeline", "hydra_plugins") for p in (PROJECT / package).rglob("*.py"))
+PLACES: dict[str, tuple[str, ...]] = {  # files and folders
+    "dask": (),
+    "distributed": (
+        *(f"hydra_plugins/dask_launcher/_{part}.py" for part in ("core", "host", "job")),
+        "pipeline/cluster/",
+    ),
+    "lm_eval": ("pipeline/load.py", "pipeline/score.py", "pipeline/language_model.py", "pipeline/tasks/"),
+    "mlflow": ("pipeline/tracking.py", "pipeline/report.py"),
 }
 
 
@@ -37,8 +43,20 @@ def test_imports_point_one_way(path: Path) -> None:
     if where(path).startswith("keyformer/"):
         assert names <= {"mlx", "mlx_lm", "numpy", "keyformer"} | set(sys.stdlib_module_names)
     for library, places in PLACES.items():
-        if not where(path).startswith("pipeline/tasks/") or library != "lm_eval":
-            assert library not in names or where(path) in places
+        assert library not in names or where(path).startswith(places)
+
+
+def test_a_sweep_on_one_machine_does_without_dask() -> None:
+    program = """
+import sys
+from pipeline.__main__ import main
+assert main(["-m", "--cfg", "policy=full,h2o"]) == 0
+import pipeline.run, pipeline.tracking
+assert "hydra_plugins.dask_launcher.dask_launcher" in sys.modules
+print(*{"dask", "distributed", "pipeline.cluster"} & sys.modules.keys(), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == ""
 
 
 def test_only_the_hook_reaches_into_mlx_lms_modules() -> None:

@@ -568,8 +568,8 @@ def _difference(own: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
     """Why jobs of this machine's sweep must not run there, and what mends it."""
     if own["backend"] != there["backend"]:
         return (
-            f"its backend is {there['backend']}, this machine's is {own['backend']}: results of the two do not compare; "
-            "start the sweep on a machine like it"
+            f"its backend is {there['backend']}, this machine's is {own['backend']}, and results of the two do not "
+            "compare; start the sweep on a machine like it"
         )
     host = there["host"]
     if any(own[name] != there[name] for name in ("code", "launcher")):
