@@ -323,7 +323,8 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
         print(f"{count}; nothing was run (--dry-run)")
         return 0
     launcher = _launcher(master)
-    if hasattr(launcher, "preflight") and cfg.job is None:
+    here = all((outputs / "jobs" / job.key / "published.json").is_file() for job in jobs)
+    if hasattr(launcher, "preflight") and cfg.job is None and not here:
         launcher.preflight(str(outputs), [_wanted(job) for job in jobs])
     sweep, left = None, jobs
     if "publish" in cfg.stages:

@@ -42,6 +42,7 @@ from . import _host
 
 CONNECT_S = 5.0  # for a scheduler to answer at the start
 FIRST_HOST_S = 20.0  # at the start: workers come back within 15 s after a restart of the scheduler
+SLOW_HOST_S = 30.0  # what a host may take longer than another to have models and data, before the jobs start
 SILENCE_S = 30.0  # a scheduler that does not answer for so long is lost
 STOP_S = 12.0  # for interrupted jobs: their last words, and the way of the answer
 DESCRIBE_S = 60.0  # for a host to start a process and say what it is
@@ -248,16 +249,19 @@ class _Driver:
         return any(job.returned is None for job in self.jobs)
 
     async def survey(self) -> None:
-        """Until one host is fit, and all that are there were looked at."""
+        """Until one host is fit, and the others that are there were looked at or take long."""
         deadline = time.monotonic() + min(FIRST_HOST_S, self.wait_for_hosts_s)
+        fit_since: float | None = None
 
         def unsure() -> bool:
+            nonlocal fit_since
             hosts = self.hosts.values()
             if not hosts:
                 return time.monotonic() < deadline
-            if any(host.about is None and host.refused is None for host in hosts):
-                return True
-            return not any(host.ready for host in hosts) and any(host.refused is None for host in hosts)
+            if any(host.ready for host in hosts):
+                fit_since = fit_since or time.monotonic()
+            late = fit_since is not None and time.monotonic() > fit_since + SLOW_HOST_S
+            return not late and any(not host.ready and host.refused is None for host in hosts)
 
         try:
             await self._session(await self._connect(CONNECT_S), unsure)
@@ -338,7 +342,8 @@ class _Driver:
             self._leave(host)
         for address in workers.keys() - self.hosts.keys():
             host = self.hosts[address] = _Host(address, workers[address])
-            self._say(f"host {host.name} joined")
+            if address not in self.checked:
+                self._say(f"host {host.name} joined")
             host.work = asyncio.create_task(self._check(host))
 
     def _leave(self, host: _Host) -> None:

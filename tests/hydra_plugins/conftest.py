@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from dask_processes import Cluster
 
+from pipeline import embedded_server
+
 
 @pytest.fixture(scope="session")
 def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -31,3 +33,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def mlflow_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real MLflow server."""
+    folder = tmp_path_factory.mktemp("tracking") / "mlflow"
+    yield embedded_server.start(folder, port=21250)
+    embedded_server.stop(folder)

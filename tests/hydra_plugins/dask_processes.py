@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,14 @@ from pathlib import Path
 import psutil
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
+
+
+def project_copy(folder: Path) -> Path:
+    """A project folder as another machine has it, with outputs of its own."""
+    for part in ("keyformer", "pipeline", "hydra_plugins", "conf"):
+        shutil.copytree(PROJECT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PROJECT / "requirements.lock", folder)
+    return folder
 
 
 class Cluster:
