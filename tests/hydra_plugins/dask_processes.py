@@ -80,8 +80,12 @@ class Cluster:
 
     def jobs(self, name: str) -> list[psutil.Process]:
         """The processes of jobs that the worker `name` has started."""
-        worker = psutil.Process(self.processes[name].pid)
-        return [child for child in worker.children() if "hydra_plugins.dask_launcher._job" in child.cmdline()]
+        found = []
+        for child in psutil.Process(self.processes[name].pid).children():
+            with suppress(psutil.Error):
+                if "hydra_plugins.dask_launcher._job" in child.cmdline():
+                    found.append(child)
+        return found
 
     def stop(self) -> None:
         for name in sorted(self.processes, key=lambda name: name == "scheduler"):
