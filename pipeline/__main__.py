@@ -261,6 +261,7 @@ def _prepare(jobs: list[_Job]) -> None:
     """Models and data of all jobs, once each; every job gets its key. BadInput if some job cannot work."""
     from . import models
     from .load import load, read_requests
+    from .memory import memory_need
     from .run import job_key, language_model
 
     outputs = Path(jobs[0].cfg.outputs)
@@ -281,6 +282,7 @@ def _prepare(jobs: list[_Job]) -> None:
         language_model(job.cfg, folder, None, tokenizer).check(first)
         job.data = data.hash
         job.key = job_key(job.cfg, folder, data.hash)
+        job.memory = memory_need(job.cfg, folder, data).total
 
 
 def _check_space(outputs: Path) -> None:
@@ -319,7 +321,8 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
     if dry_run:
         for job in jobs:
             done = "done " if (outputs / "jobs" / job.key / "published.json").is_file() else "to do"
-            print(f"{job.key}  {done}  {job_name(job.cfg)}")
+            memory = f"{job.memory / 2**30:6.2f} GB" if job.memory else ""
+            print(f"{job.key}  {done}  {memory}  {job_name(job.cfg)}")
         print(f"{count}; nothing was run (--dry-run)")
         return 0
     launcher = _launcher(master)
