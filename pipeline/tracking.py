@@ -26,6 +26,7 @@ import re
 import shlex
 import shutil
 import socket
+import ssl
 import sys
 import tempfile
 import threading
@@ -177,7 +178,8 @@ def _why_unreachable(uri: str) -> str | None:
     reason = ""
     for _ in range(2):
         try:
-            with urllib.request.urlopen(f"{uri}/health", timeout=3) as answer:
+            trusted = ssl.create_default_context(cafile=os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH"))
+            with urllib.request.urlopen(f"{uri}/health", timeout=3, context=trusted) as answer:
                 return None if answer.status == 200 else f"{uri} answers {answer.status}"
         except urllib.error.HTTPError as error:
             hint = " (the server's --allowed-hosts must name this address)" if error.code == 403 else ""
