@@ -10,7 +10,7 @@ ready := .venv/ready
 modules := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard keyformer/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep stop ui report test test-browser test-metal lint docs lock moved
+.PHONY: help setup sweep head worker status stop ui report test test-browser test-metal lint docs lock moved
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s%s\n", $$1, $$2}' Makefile
@@ -20,6 +20,15 @@ setup: $(ready)  ## make the environment in .venv (every other target does it to
 
 sweep: $(ready)  ## run an experiment and put it into MLflow; the same command again resumes it
 	@$(python) -m pipeline -m experiment=$(EXPERIMENT) hydra/launcher=$(LAUNCHER) $(ARGS)
+
+head: $(ready)  ## serve a cluster from here: scheduler and MLflow (HOST=<address>; docs/cluster.md)
+	@exec $(python) -m pipeline.cluster head $(if $(filter command,$(origin HOST)),--host $(HOST)) $(ARGS)
+
+worker: $(ready)  ## run the cluster's jobs here, one at a time (HEAD=<address> where join.pem has another one)
+	@exec $(python) -m pipeline.cluster worker $(if $(HEAD),--head $(HEAD)) $(ARGS)
+
+status: $(ready)  ## the cluster's machines, what they run, and how far the sweeps are
+	@$(python) -m pipeline.cluster status $(if $(HEAD),--head $(HEAD)) $(ARGS)
 
 ui: $(ready)  ## start the local MLflow server, or find it running, and print its address
 	@$(python) -m pipeline.tracking start

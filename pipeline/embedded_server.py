@@ -42,7 +42,15 @@ class _PortTaken(Exception):
 
 
 def running(folder: Path) -> str | None:
-    """The address of this folder's own server if it is up and answers from this folder's database, else None."""
+    """The address of this folder's own server if it is up and answers from this folder's database, else None.
+
+    Where this machine is the head of a cluster, that is the head's server; the environment then gets what its clients
+    need (certificate, login).
+    """
+    if head := _head(folder):
+        for name, value in head["environment"].items():
+            os.environ.setdefault(name, value)
+        return str(head["mlflow"])
     state = _state(folder)
     if state is None or _process(state["pid"], folder) is None or state["store"] != _store(folder):
         return None
@@ -85,12 +93,32 @@ def start(folder: Path, host: str = "127.0.0.1", port: int = 5050) -> str:
 def stop(folder: Path) -> bool:
     """Stop this folder's server with all its workers, also if the folder is gone. True if one was running.
 
-    Never touches any other process.
+    Never touches any other process, nor the server of a cluster's head.
     """
+    if _head(folder):
+        return False
     if not folder.is_dir():
         return _kill(folder)
     with _locked(folder):
         return _kill(folder)
+
+
+def _head(folder: Path) -> dict[str, Any] | None:
+    """What the cluster head that serves this folder says of itself (pipeline/cluster/head.py), if one runs."""
+    cluster = folder.parent / "cluster"
+    try:
+        with open(cluster / "head.lock", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None  # nobody holds it
+    except BlockingIOError:
+        pass
+    except OSError:
+        return None
+    try:
+        head: dict[str, Any] = json.loads((cluster / "head.json").read_text(encoding="utf-8"))
+        return head
+    except (OSError, ValueError):  # it is about to start, or about to end
+        return None
 
 
 def _state(folder: Path) -> dict[str, Any] | None:

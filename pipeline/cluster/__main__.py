@@ -13,6 +13,10 @@ from typing import TextIO
 
 from pipeline.errors import BadInput
 
+from .join import MLFLOW_PORT, SCHEDULER_PORT
+
+HEAD_HELP = "host or host:port of the head (default: as join.pem says)"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
@@ -38,12 +42,71 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--outputs", type=Path, default=Path("outputs"), help="the folder of everything that is made")
 
+    command = commands.add_parser("head", parents=[common], help="run the scheduler and the MLflow server here")
+    _add_head_options(command)
+    command.set_defaults(command=_head)
+    command = commands.add_parser("worker", parents=[common], help="run jobs here, one at a time")
+    _add_worker_options(command)
+    command.set_defaults(command=_worker)
+    command = commands.add_parser("status", parents=[common], help="machines, what they run, sweeps in progress")
+    command.add_argument("--head", help=HEAD_HELP)
+    command.set_defaults(command=_status)
+    command = commands.add_parser("install-service", help="start the head or a worker with the machine")
+    services = command.add_subparsers(title="services", required=True, metavar="head|worker")
+    for name, add_options in (("head", _add_head_options), ("worker", _add_worker_options)):
+        service = services.add_parser(name, parents=[common], help=f"the {name}, with these options")
+        add_options(service)
+        service.add_argument("--print", action="store_true", help="print the file instead of writing it")
+        service.set_defaults(command=_install_service, service=name)
     command = commands.add_parser("describe", parents=[common], help="this machine, as one line of JSON")
     command.set_defaults(command=_describe)
     command = commands.add_parser("prefetch", parents=[common], help="get models and data of a sweep")
     command.add_argument("config", type=Path, help='a JSON list of {"model": {...}, "task": {...}}')
     command.set_defaults(command=_prefetch)
     return parser
+
+
+def _add_head_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--host", help="the only address to listen on (default: that of the default route)")
+    command.add_argument("--port", type=int, default=SCHEDULER_PORT, help="of the scheduler (default: %(default)s)")
+    command.add_argument("--mlflow-port", type=int, default=MLFLOW_PORT, help="(default: %(default)s)")
+    command.add_argument("--auth", action="store_true", help="MLflow asks for user and password")
+
+
+def _add_worker_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--head", help=HEAD_HELP)
+    command.add_argument("--name", help="the worker's name (default: the machine's)")
+
+
+def _head(options: argparse.Namespace) -> int:
+    from .head import head
+
+    return head(options.outputs, options.host, options.port, options.mlflow_port, options.auth)
+
+
+def _worker(options: argparse.Namespace) -> int:
+    from .worker import worker
+
+    return worker(options.outputs, options.head, options.name)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from .status import status
+
+    return status(options.outputs, options.head)
+
+
+def _install_service(options: argparse.Namespace) -> int:
+    from .service import install
+
+    names = {"head": ("host", "port", "mlflow_port", "auth"), "worker": ("head", "name")}[options.service]
+    arguments = [options.service, "--outputs", str(options.outputs)]
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value is not False:
+            arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    install(options.service, arguments, options.outputs, only_print=options.print)
+    return 0
 
 
 def _describe(options: argparse.Namespace) -> int:
