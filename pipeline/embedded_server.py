@@ -48,8 +48,7 @@ def running(folder: Path) -> str | None:
     need (certificate, login).
     """
     if head := _head(folder):
-        for name, value in head["environment"].items():
-            os.environ.setdefault(name, value)
+        os.environ |= head["environment"]
         return str(head["mlflow"])
     state = _state(folder)
     if state is None or _process(state["pid"], folder) is None or state["store"] != _store(folder):

@@ -10,11 +10,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from pipeline.cluster import Joined, joined
+from pipeline.cluster.reach import why_no_mlflow, why_no_scheduler
+
 PROJECT = Path(__file__).resolve().parent.parent
+HOST = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"  # macOS answers to the second only
 START_S = 90  # MLflow makes its tables; the machine may be busy
 
 
@@ -121,3 +126,32 @@ def free_port(host: str) -> int:
             except OSError:
                 continue
     raise AssertionError("no free port")
+
+
+@dataclass
+class Head:
+    command: Command
+    outputs: Path
+    port: int
+    mlflow_port: int
+
+    @property
+    def there(self) -> Joined:
+        return joined(self.outputs)
+
+    def answers(self) -> bool:
+        return why_no_scheduler(self.there) is None and why_no_mlflow(self.there) is None
+
+
+def started(outputs: Path, *options: str) -> Head:
+    """A head that answers; the test ends it."""
+    port = free_port(HOST)
+    mlflow_port = port + 1000
+    arguments = ["head", "--host", HOST, "--port", port, "--mlflow-port", mlflow_port, *options]
+    head = Head(Command(*arguments, outputs=outputs), outputs, port, mlflow_port)
+    try:
+        head.command.says("make worker")
+    except BaseException:
+        head.command.end()
+        raise
+    return head

@@ -60,6 +60,10 @@ class Joined:
         if self.pem is None:
             return {}
         variables = {"MLFLOW_TRACKING_SERVER_CERT_PATH": str(self.pem)}
+        host = self.scheduler.removeprefix("tls://").partition(":")[0]
+        for name in ("no_proxy", "NO_PROXY"):  # a company proxy must not be asked for a machine of this desk
+            others = [each for each in os.environ.get(name, "").split(",") if each and each != host]
+            variables[name] = ",".join([*others, host])
         if self.user and self.password:
             variables |= {"MLFLOW_TRACKING_USERNAME": self.user, "MLFLOW_TRACKING_PASSWORD": self.password}
         return variables

@@ -19,6 +19,8 @@ from pipeline.errors import BadInput
 from .join import joined
 from .supervise import PROJECT
 
+LAUNCH_DAEMONS = Path("/Library/LaunchDaemons")
+SYSTEMD_UNITS = Path("/etc/systemd/system")
 _RESTART_S = 10  # what launchd and systemd wait at least; the commands restart their own processes sooner
 
 
@@ -73,13 +75,13 @@ def _launch_daemon(service: str, arguments: Sequence[str], outputs: Path) -> tup
         "StandardErrorPath": log,
         "EnvironmentVariables": {"PATH": os.environ.get("PATH", os.defpath)},
     }
-    return Path(f"/Library/LaunchDaemons/{label}.plist"), plistlib.dumps(content, sort_keys=False).decode()
+    return LAUNCH_DAEMONS / f"{label}.plist", plistlib.dumps(content, sort_keys=False).decode()
 
 
 def _systemd_unit(service: str, arguments: Sequence[str], outputs: Path) -> tuple[Path, str]:
     command = " ".join(_quoted(part) for part in (sys.executable, "-m", "pipeline.cluster", *arguments))
     return (
-        Path(f"/etc/systemd/system/keyformer-{service}.service"),
+        SYSTEMD_UNITS / f"keyformer-{service}.service",
         f"""[Unit]
 Description=Keyformer cluster: {service}
 Wants=network-online.target

@@ -42,7 +42,7 @@ def status(outputs: Path, head: str | None) -> int:
     there = joined(outputs, head)
     if reason := why_no_scheduler(there):
         raise BadInput(f"expected a running head, got: {reason}; start it on that machine with `make head`")
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     console.print(f"scheduler {there.scheduler}   MLflow {there.mlflow}")
     hosts = asyncio.run(_hosts(there, str(outputs)))
     console.print(_hosts_table(hosts) if hosts else "no worker has joined: `make worker` on each machine")

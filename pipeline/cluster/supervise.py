@@ -104,6 +104,8 @@ def until_told() -> Iterator[threading.Event]:
     """Set once this process is asked to end: SIGTERM, Ctrl-C, a closed terminal."""
     told = threading.Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del before[signal.SIGHUP]  # nohup
     for number in before:
         signal.signal(number, lambda *_: told.set())
     try:

@@ -46,8 +46,12 @@ def worker(outputs: Path, head: str | None, name: str | None) -> int:
 def _work(there: Joined, outputs: Path, name: str, told: Event) -> None:
     """Run Dask's worker, again and again, until its scheduler does not answer or this command is told to end."""
     log = outputs / "cluster" / "worker.log"
-    process = Supervised("worker", _command(there, outputs, name), PROJECT, log, _environment(there))
+    process = Supervised("worker", [], PROJECT, log, _environment(there))
     while not told.is_set():
+        address = own_address(split(there.scheduler)[0])  # each time: the network may have given us another one
+        if address is None or why_no_scheduler(there) is not None:
+            return
+        process.command = _command(there, address, outputs, name)
         process.start()
         say(f"{name} works for {there.scheduler} (log: {log})")
         while (how := process.ended()) is None:
@@ -58,18 +62,15 @@ def _work(there: Joined, outputs: Path, name: str, told: Event) -> None:
         why = f"the scheduler knows another worker called {name}: give this one --name" if taken else how
         say(f"the worker ended ({why}); again in {process.pause:.0f} s")
         told.wait(process.pause)
-        if why_no_scheduler(there) is not None:
-            return
-        process.command = _command(there, outputs, name)  # the network may have given us another address
 
 
-def _command(there: Joined, outputs: Path, name: str) -> list[str]:
+def _command(there: Joined, address: str, outputs: Path, name: str) -> list[str]:
     # Without a nanny: this command restarts the worker, so that one process fewer can be left behind.
     command = ["distributed.cli.dask_worker", there.scheduler, "--name", name, "--no-nanny"]
     command += ["--nworkers", "1", "--nthreads", "1", "--resources", "GPU=1"]
     command += ["--memory-limit", "0"]  # unified memory would mislead Dask; a job's need is known before it starts
     command += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]  # its status page is never encrypted
-    command += ["--host", own_address(split(there.scheduler)[0]) or "127.0.0.1"]
+    command += ["--host", address]
     command += ["--local-directory", str((outputs / "cluster").absolute()), "--death-timeout", "30"]
     return command + tls(there)
 

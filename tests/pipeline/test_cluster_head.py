@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,39 +20,9 @@ from distributed import Client
 from distributed.security import Security
 
 from pipeline import embedded_server, tracking
-from pipeline.cluster import Joined, join, joined
-from pipeline.cluster.reach import ask_mlflow, why_no_mlflow, why_no_scheduler
-from tests.cluster_processes import Command, ended, free_port, left_behind, running, wait_until
-
-HOST = "127.0.0.2"
-
-
-@dataclass
-class Head:
-    command: Command
-    outputs: Path
-    port: int
-    mlflow_port: int
-
-    @property
-    def there(self) -> Joined:
-        return joined(self.outputs)
-
-    def answers(self) -> bool:
-        return why_no_scheduler(self.there) is None and why_no_mlflow(self.there) is None
-
-
-def started(outputs: Path, *options: str) -> Head:
-    port = free_port(HOST)
-    mlflow_port = port + 1000
-    arguments = ["head", "--host", HOST, "--port", port, "--mlflow-port", mlflow_port, *options]
-    head = Head(Command(*arguments, outputs=outputs), outputs, port, mlflow_port)
-    try:
-        head.command.says("make worker")
-    except BaseException:
-        head.command.end()
-        raise
-    return head
+from pipeline.cluster import Joined, join
+from pipeline.cluster.reach import ask_mlflow, why_no_mlflow
+from tests.cluster_processes import HOST, Command, Head, ended, free_port, left_behind, running, started, wait_until
 
 
 @pytest.fixture(scope="module")

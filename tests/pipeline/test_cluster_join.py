@@ -72,7 +72,9 @@ def test_its_holders_trust_each_other_and_nobody_else(made: Path, tmp_path_facto
         handshake(join.pem_path(other), "127.0.0.2")
 
 
-def test_dask_gets_tls_and_mlflow_the_certificate(made: Path) -> None:
+def test_dask_gets_tls_and_mlflow_the_certificate(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "10.0.0.1,127.0.0.2")
+    monkeypatch.delenv("NO_PROXY", raising=False)
     there = joined(made)
     pem = str(there.pem)
     security = there.security()
@@ -80,7 +82,11 @@ def test_dask_gets_tls_and_mlflow_the_certificate(made: Path) -> None:
     assert security.tls_ca_file == security.tls_client_key == security.tls_worker_cert == pem
     assert security.get_connection_args("client")["ssl_context"].verify_mode == ssl.CERT_REQUIRED
     assert Path(pem).is_absolute()
-    assert there.environment() == {"MLFLOW_TRACKING_SERVER_CERT_PATH": pem}
+    assert there.environment() == {
+        "MLFLOW_TRACKING_SERVER_CERT_PATH": pem,
+        "no_proxy": "10.0.0.1,127.0.0.2",
+        "NO_PROXY": "127.0.0.2",
+    }
 
 
 def test_a_login_is_kept_until_the_certificate_goes(made: Path) -> None:

@@ -19,9 +19,8 @@ from pipeline.cluster import join, joined
 from pipeline.cluster.reach import why_no_scheduler
 from pipeline.cluster.supervise import PROJECT, Supervised
 from pipeline.cluster.worker import tls
-from tests.cluster_processes import Command, ended, free_port, left_behind, running, wait_until
+from tests.cluster_processes import HOST, Command, ended, free_port, left_behind, running, wait_until
 
-HOST = "127.0.0.2"
 TELLS = "import os, sys, time; print(os.getpid(), flush=True); sys.stdin.read(); time.sleep(2)"
 
 
@@ -88,7 +87,7 @@ def test_it_joins_with_one_job_at_a_time_and_what_jobs_need(serving: Path) -> No
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_it_stops_when_told_while_it_waits_for_a_head(outputs: Path, number: int) -> None:
     with running("worker", outputs=outputs) as command:
-        command.says("no scheduler answers at tls://127.0.0.2:")
+        command.says(f"no scheduler answers at tls://{HOST}:")
         command.says("is `make head` running there? Trying again until it answers.")
         started = time.monotonic()
         assert command.end(number) == 0 and time.monotonic() - started < 5
@@ -187,7 +186,7 @@ def test_a_certificate_of_another_cluster(serving: Path, tmp_path: Path) -> None
     started = time.monotonic()
     done = ended("worker", outputs=tmp_path / "other")
     assert done.returncode == 2 and time.monotonic() - started < 20
-    assert "got one with another certificate; copy it again: scp 127.0.0.2:<project folder>" in done.stderr
+    assert f"got one with another certificate; copy it again: scp {HOST}:<project folder>" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -211,5 +210,5 @@ def test_something_else_at_the_address(outputs: Path) -> None:
         with running("worker", "--head", f"{HOST}:{other.getsockname()[1]}", outputs=outputs) as command:
             connection, _ = other.accept()
             connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
-            command.says("something answers at tls://127.0.0.2:")
+            command.says(f"something answers at tls://{HOST}:")
             connection.close()
