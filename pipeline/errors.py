@@ -14,5 +14,9 @@ class BadInput(ValueError):
     """
 
 
+class DiskFull(BadInput):
+    """No space left on this machine's disk."""
+
+
 class HostUnfit(RuntimeError):
     """This machine cannot do the job; another one may."""

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .errors import BadInput
+from .errors import DiskFull
 from .language_model import KeyformerLM, Response
 from .load import Request, read_requests
 
@@ -36,7 +36,7 @@ def generate(lm: KeyformerLM, requests: Sequence[Request], job: Path, on_progres
         on_progress: called with the number of requests answered so far.
 
     Raises:
-        BadInput: no space on the disk; the lines written so far stay.
+        DiskFull: no space on the disk; the lines written so far stay.
     """
     path = job / "responses.jsonl"
     done = read_back(path, requests)
@@ -174,7 +174,7 @@ def no_space(error: OSError, path: Path | str) -> Exception:
     """The error, or what to do about it when it says that the disk is full."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
-    return BadInput(
+    return DiskFull(
         f"No space left on the disk while writing {path}. Nothing is lost: free some space (outputs/prefill can be "
         "deleted) and give the same command again; it goes on at the next request."
     )

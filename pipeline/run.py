@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.console import Console
 
@@ -25,7 +26,7 @@ from keyformer import Policy, make_policy
 from keyformer.allocate import allocate
 
 from . import models, tracking
-from .errors import BadInput, interrupted
+from .errors import BadInput, DiskFull, HostUnfit, interrupted
 from .generate import check_responses, generate, no_space, read_back, write_whole
 from .language_model import KeyformerLM
 from .load import load, read_requests
@@ -173,23 +174,27 @@ def run_job(cfg: DictConfig) -> dict[str, float]:
     """The task function that Hydra's launcher calls: run the stages that are asked for and missing, and say how it
     went.
 
-    Returns the job's score metrics.
+    All it needs is `cfg`, so it may run on another machine, in that machine's `cfg.outputs`. Returns the job's score
+    metrics. Raises HostUnfit where another machine may be able to do the job, StopSweep where nothing can, and whatever
+    made the job fail.
     """
     started = time.time()
     folder = Path(cfg.outputs) / "jobs" / cfg.sweep.job
     name = job_name(cfg)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder, name):
-            metrics = _run_stages(cfg, folder, name)
+        with _of_this_machine(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with _locked(folder, name):
+                metrics = _run_stages(cfg, folder, name)
     except BadInput as error:
         _say(cfg, name, f"[red]stopped[/]: {error}", started)
         raise StopSweep(str(error)) from error
+    except HostUnfit as error:
+        _say(cfg, name, f"[yellow]left to another machine[/]: {error}", started)
+        raise
     except Exception as error:
         if interrupted.is_set():
             raise KeyboardInterrupt from error
-        if isinstance(error, OSError) and (mended := no_space(error, folder)) is not error:
-            raise StopSweep(str(mended)) from error
         _say(cfg, name, f"[red]failed[/]: {type(error).__name__}: {error}", started)
         raise
     except KeyboardInterrupt:
@@ -205,9 +210,7 @@ def run_job(cfg: DictConfig) -> dict[str, float]:
 def _run_stages(cfg: DictConfig, folder: Path, name: str) -> dict[str, float]:
     data = Path(cfg.outputs) / "data" / cfg.sweep.data
     if "generate" in cfg.stages:
-        model_folder = models.resolve(cfg.model, Path(cfg.outputs) / "models")
-        if not (data / "requests.jsonl").is_file():
-            data = load(cfg.task, models.load_tokenizer(model_folder), model_folder.context, data.parent).path
+        model_folder, data = _prepared(cfg, data)
         _describe(cfg, folder, name, model_folder, data)
     sweep = None if cfg.sweep.run_id is None else tracking.Sweep(
         cfg.sweep.uri, cfg.sweep.experiment_id, cfg.sweep.run_id, cfg.experiment_name, cfg.sweep.key
@@ -248,7 +251,9 @@ def _run_stages(cfg: DictConfig, folder: Path, name: str) -> dict[str, float]:
         return dict(_read_json(folder / "score.json").get("metrics", {}))
     except BaseException as error:
         if run is not None:
-            if isinstance(error, Exception) and not interrupted.is_set():
+            if isinstance(error, DiskFull | HostUnfit) and _on_several_machines():
+                run.kill(f"left to another machine: {error}")
+            elif isinstance(error, Exception) and not interrupted.is_set():
                 run.fail(f"{type(error).__name__}: {error}")
                 write_whole(folder / "failure.txt", traceback.format_exc())
             else:
@@ -257,6 +262,44 @@ def _run_stages(cfg: DictConfig, folder: Path, name: str) -> dict[str, float]:
     finally:
         if run is not None:
             run.close()
+
+
+def _prepared(cfg: DictConfig, data: Path) -> tuple[models.ModelFolder, Path]:
+    """The model and the requests, as the driver has them: what `cfg.sweep` names, in this machine's outputs."""
+    try:
+        model_folder = models.resolve(cfg.model, Path(cfg.outputs) / "models")
+        if (data / "requests.jsonl").is_file():
+            return model_folder, data
+        made = load(cfg.task, models.load_tokenizer(model_folder), model_folder.context, data.parent)
+    except BadInput as error:
+        if _on_several_machines():  # the driver could: it is this machine that lacks something
+            raise HostUnfit(str(error)) from error
+        raise
+    if made.hash != cfg.sweep.data:
+        raise HostUnfit(
+            f"expected the requests of {cfg.task.name} with hash {cfg.sweep.data}, got {made.hash} on "
+            f"{socket.gethostname()}: the data set or a library differs there; fetch the same data and run `make setup`"
+        )
+    return model_folder, made.path
+
+
+@contextmanager
+def _of_this_machine(folder: Path) -> Iterator[None]:
+    """A full disk is this machine's alone: others may go on where there are any."""
+    try:
+        yield
+    except (DiskFull, OSError) as error:
+        full = no_space(error, folder) if isinstance(error, OSError) else error
+        if not isinstance(full, DiskFull):
+            raise
+        if _on_several_machines():
+            raise HostUnfit(f"no space left on the disk of {socket.gethostname()}") from error
+        raise full from error
+
+
+def _on_several_machines() -> bool:
+    """Whether the launcher that called us has other machines for a job."""
+    return HydraConfig.initialized() and HydraConfig.get().runtime.choices.get("hydra/launcher") == "dask"
 
 
 def _describe(cfg: DictConfig, folder: Path, name: str, model: models.ModelFolder, data: Path) -> None:
