@@ -15,7 +15,7 @@ import mlx.core as mx
 from omegaconf import DictConfig
 
 from keyformer import Policy
-from keyformer.cache import SCORE_BYTES
+from keyformer.cache import default_score_bytes
 
 from .errors import BadInput
 from .load import DataFolder, answer_tokens, read_requests
@@ -138,7 +138,7 @@ def _score_bytes(policy: Policy, shape: _Shape, rows: int) -> int:
         return 0
     keys = 3 * shape.kv_heads * rows * shape.head_dim * 4
     one_query = shape.heads * rows * 4 * 5
-    return keys + max(one_query, min(_TILE * one_query, 2 * SCORE_BYTES))
+    return keys + max(one_query, min(_TILE * one_query, 2 * default_score_bytes()))
 
 
 @lru_cache

@@ -1,38 +1,32 @@
 """Stage 4 and everything written to MLflow: the parent run of a sweep, one run per job, exactly once by key.
 
-`python -m pipeline.tracking uri|start|stop|publish [--outputs DIR]`
+`python -m pipeline.tracking uri|start|stop|publish|doctor [--outputs DIR]`
 
 A job works in local files; its run is opened at the start (so that the UI shows it) and filled at the end from the job
 folder alone, so a job whose server was down is published later with the same result. Three rules keep one result per
 key: every attempt carries a uuid (a retried request may create a run twice: the ghost is removed); a lease is renewed
-while it lives (a RUNNING run without one is dead: KILLED); FINISHED is looked up before and after it is set.
+while it lives (a RUNNING run without one is dead: KILLED, see leases.py); FINISHED is looked up before and after it is
+set, and of several the first stays.
 
 Always MlflowClient with explicit ids: the fluent API obeys MLFLOW_RUN_ID, and logs to the Default experiment after a
-lost race. Times in tags are UTC seconds; metric timestamps are milliseconds taken from the folder, so that publishing
-again changes nothing.
+lost race. Times in tags are the server's, in UTC seconds; metric timestamps are milliseconds taken from the folder, so
+that publishing again changes nothing.
 """
 
 import argparse
 import csv
-import errno
 import fcntl
 import gzip
-import http.client
 import json
 import logging
 import math
 import os
 import re
-import shlex
 import shutil
-import socket
-import ssl
 import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,48 +34,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Before mlflow is imported: its defaults retry for four minutes and hold the GPU meanwhile. We can publish later.
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-
-import psutil
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from omegaconf import OmegaConf
-from requests.exceptions import RequestException
 
 from pipeline import embedded_server
 from pipeline.errors import BadInput
+from pipeline.leases import BEAT_S, LEASE_S, Watch, is_mine, looks_alive, process_lives, signs_of_life
+from pipeline.tracking_server import OUTPUTS, TrackingUnreachable, resolve_uri, server_time, talking_to
 
-LEASE_S = 60.0  # a run whose lease is older than this is dead
-BEAT_S = 10.0  # how often a living job renews it
 PARAM_CHARS = 500
-OUTPUTS = Path("outputs")  # the default, also in conf/config.yaml
-# Answers that say the server is ill, or not ours to use; MLflow has retried the first two kinds by then.
-SERVER_FAULTS = {
-    *("TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED", "ENDPOINT_NOT_FOUND"),
-    *("UNAUTHENTICATED", "PERMISSION_DENIED"),
-}
+PUBLISH_TRIES = 6
+DEAD_JOB = "the attempt died: its lease was not renewed"
+DEAD_SWEEP = "the command that ran the sweep died before it could close it"
 EMBEDDED_CONFIG = Path(__file__).parent.parent / "conf" / "tracking" / "embedded.yaml"
 
 log = logging.getLogger(__name__)
-
-
-class TrackingUnreachable(RuntimeError):
-    """No MLflow server answers, or it cannot do its work. Nothing is lost: the message says how to publish later."""
-
-    def __init__(self, reason: str, outputs: Path | None = None) -> None:
-        here = outputs is None or outputs.resolve() == OUTPUTS.resolve()
-        where = "" if here else f" --outputs {shlex.quote(str(outputs))}"
-        super().__init__(
-            f"expected an MLflow server, got none: {reason}. Jobs can run without it: publish them later "
-            f"with `.venv/bin/python -m pipeline.tracking publish{where}`, or set MLFLOW_TRACKING_URI to another server"
-        )
 
 
 @dataclass(frozen=True)
@@ -95,129 +64,6 @@ class Sweep:
     sweep_key: str
 
 
-# --- the server -----------------------------------------------------------------------------------------------------
-
-
-def resolve_uri(tracking_cfg: Any, outputs: Path, *, start: bool = True) -> str:
-    """The tracking address: MLFLOW_TRACKING_URI, else `tracking.uri`, else the embedded server of `outputs`.
-
-    tracking_cfg: conf/tracking/*.yaml ({uri, host, port}). start=False only looks and raises TrackingUnreachable if the
-    embedded server is down. Raises BadInput for an address, host, port or folder that cannot work, and when neither an
-    address nor a host to start a server on is given.
-    """
-    if given := os.environ.get("MLFLOW_TRACKING_URI"):
-        return _server_address("MLFLOW_TRACKING_URI", given)
-    if tracking_cfg["uri"] not in (None, ""):
-        return _server_address("tracking.uri", tracking_cfg["uri"])
-    if tracking_cfg["host"] in (None, ""):
-        raise BadInput(
-            "expected tracking.uri or MLFLOW_TRACKING_URI for tracking=server, got neither: "
-            "add tracking.uri=http://host:port, or use tracking=embedded"
-        )
-    host, port = _own_host(tracking_cfg["host"]), tracking_cfg["port"]
-    if type(port) is not int or not 1 <= port <= 65535:
-        raise BadInput(f"tracking.port: expected a whole number from 1 to 65535, got {port!r}: set it to 5050, say")
-    for name in ("no_proxy", "NO_PROXY"):  # a company proxy must not be asked for this machine
-        os.environ[name] = ",".join(filter(None, [os.environ.get(name), host]))
-    folder = outputs / "mlflow"
-    if not start:
-        if address := embedded_server.running(folder):
-            return address
-        raise TrackingUnreachable(
-            f"the embedded server of {outputs} is not running (`.venv/bin/python -m pipeline.tracking start`)", outputs
-        )
-    try:
-        return embedded_server.start(folder, host, port)
-    except embedded_server.ServerFailed as error:
-        raise TrackingUnreachable(str(error), outputs) from error
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise TrackingUnreachable(f"the MLflow server could not be started: {error}", outputs) from error
-        raise BadInput(
-            f"expected a folder that can be written for the MLflow server, got {folder} ({error.strerror or error}): "
-            "choose another outputs folder, or set MLFLOW_TRACKING_URI to a running server"
-        ) from error
-
-
-def _server_address(setting: str, given: Any) -> str:
-    """`given` without a slash at its end, if it is http(s)://host[:port]: health check, jobs and links go there."""
-    if isinstance(given, str):
-        form = re.fullmatch(r"(https?://(?:[\w.-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?)/*", given, re.ASCII)
-        if form and 1 <= int(form[2] or 1) <= 65535:
-            return form[1]
-    shown = re.sub(r"//[^/@]*@", "//***@", given) if isinstance(given, str) else given
-    raise BadInput(
-        f"{setting}: expected the address of an MLflow server, http://host:port or https://host:port without anything "
-        f"behind it, got {shown!r}: change it to such an address (user and password go to MLFLOW_TRACKING_USERNAME and "
-        "MLFLOW_TRACKING_PASSWORD), or leave it out and use tracking=embedded"
-    )
-
-
-def _own_host(host: Any) -> str:
-    """`host` if a server on this machine can listen there."""
-    try:
-        if not isinstance(host, str):
-            raise ValueError("not a text")
-        address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
-        with socket.socket() as listener:
-            listener.bind((address, 0))
-        return host
-    except (OSError, ValueError) as error:
-        raise BadInput(
-            f"tracking.host: expected a name or an IPv4 address of this machine, got {host!r} ({error}): "
-            "set it to 127.0.0.1, or give a server elsewhere as tracking=server tracking.uri=http://host:port"
-        ) from error
-
-
-def reachable(uri: str) -> bool:
-    """True if an MLflow server answers at `uri` within a few seconds."""
-    return _why_unreachable(uri) is None
-
-
-def _why_unreachable(uri: str) -> str | None:
-    reason = ""
-    for _ in range(2):
-        try:
-            trusted = ssl.create_default_context(cafile=os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH"))
-            with urllib.request.urlopen(f"{uri}/health", timeout=3, context=trusted) as answer:
-                return None if answer.status == 200 else f"{uri} answers {answer.status}"
-        except urllib.error.HTTPError as error:
-            hint = " (the server's --allowed-hosts must name this address)" if error.code == 403 else ""
-            return f"{uri}/health answers {error.code}{hint}"
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = f"{uri} does not answer ({getattr(error, 'reason', error)})"
-    return reason
-
-
-@contextmanager
-def talking_to(uri: str, outputs: Path | None = None) -> Iterator[MlflowClient]:
-    """A client for `uri`; a server that is or goes away, or cannot do its work, becomes TrackingUnreachable.
-
-    outputs: the folder of the jobs at hand, for the message.
-    """
-    if reason := _why_unreachable(uri):
-        raise TrackingUnreachable(reason, outputs)
-    try:
-        yield MlflowClient(tracking_uri=uri)
-    except (MlflowException, OSError, http.client.HTTPException) as error:  # requests' exceptions are OSErrors
-        reason = _why_unreachable(uri)
-        if reason is None and _servers_fault(error):
-            reason = f"{uri} answers, but cannot do its work ({' '.join(str(error).split())[:300]})"
-        if reason:
-            raise TrackingUnreachable(reason, outputs) from error
-        raise
-
-
-def _servers_fault(error: Exception) -> bool:
-    """Whether the server or the way to it failed, not what we asked for or a file of ours."""
-    if isinstance(error, MlflowException):
-        return error.error_code in SERVER_FAULTS
-    if isinstance(error, RequestException):
-        status = None if error.response is None else error.response.status_code
-        return status is None or status >= 500 or status in (401, 403, 429)
-    return isinstance(error, ConnectionError | TimeoutError | http.client.HTTPException)
-
-
 # --- the parent run -------------------------------------------------------------------------------------------------
 
 
@@ -225,35 +71,36 @@ def open_sweep(uri: str, experiment_name: str, sweep_key: str, params: Mapping[s
     """Find the parent run of `sweep_key` again, or create it (and the experiment); it is RUNNING afterwards.
 
     It has a lease as jobs have, renewed by a thread of this process until close_sweep. Whatever else in the experiment
-    is still RUNNING but dead becomes KILLED. params: what the sweep as a whole is (nested is fine); logged once. Raises
-    TrackingUnreachable.
+    is RUNNING but dead becomes KILLED: at once where its process is known to be gone, else when that thread has watched
+    it for long enough. params: what the sweep as a whole is (nested is fine); logged once. Raises TrackingUnreachable.
     """
     with talking_to(uri) as client:
         experiment_id = _experiment(client, experiment_name)
         ours = f"tags.kind = 'sweep' and tags.sweep_key = '{sweep_key}'"
-        parents = _search(client, experiment_id, ours)
+        parents = search(client, experiment_id, ours)
         if not parents:
             with _one_of_us_at_a_time():
-                parents = _search(client, experiment_id, ours)
+                parents = search(client, experiment_id, ours)
                 if not parents:
                     name = f"sweep {experiment_name} {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}"
-                    tags = {"kind": "sweep", "sweep_key": sweep_key} | _signs_of_life()
+                    tags = {"kind": "sweep", "sweep_key": sweep_key} | signs_of_life(server_time(uri))
                     created = _create(client, experiment_id, name, tags)
-                    parents = _search(client, experiment_id, ours)  # another machine may have done the same
-                    if _first(parents).info.run_id != created.info.run_id:  # all take the first
+                    parents = search(client, experiment_id, ours)  # another machine may have done the same
+                    if first(parents).info.run_id != created.info.run_id:  # all take the first
                         client.delete_run(created.info.run_id)
-        parent = _first(parents)
+        parent = first(parents)
         run_id = parent.info.run_id
-        client.log_batch(run_id, tags=[RunTag(*tag) for tag in _signs_of_life().items()])
+        client.log_batch(run_id, tags=_tags(signs_of_life(server_time(uri))))
         client.update_run(run_id, status="RUNNING")
         _log_params(client, parent, params)
-        _bury_the_dead(client, experiment_id, run_id)
-        if (uri, run_id) not in _leases or not _leases[uri, run_id].alive():
-            _leases[uri, run_id] = JobRun(uri, run_id)
+        lease = _leases.get((uri, run_id))
+        if lease is None or not lease.alive():
+            lease = _leases[uri, run_id] = _SweepRun(uri, run_id, experiment_id)
+        lease.bury_the_dead(client)
         return Sweep(uri, experiment_id, run_id, experiment_name, sweep_key)
 
 
-_leases: dict[tuple[str, str], "JobRun"] = {}  # of the parents that this process has opened
+_leases: dict[tuple[str, str], "_SweepRun"] = {}  # of the parents that this process has opened
 
 
 @contextmanager
@@ -264,19 +111,6 @@ def _one_of_us_at_a_time() -> Iterator[None]:
         yield
 
 
-def _bury_the_dead(client: MlflowClient, experiment_id: str, opened: str) -> None:
-    """End the RUNNING jobs and sweeps of the experiment whose process is gone, except for the sweep just opened."""
-    parents_at_work = {opened}
-    for run in _search(client, experiment_id, "tags.kind = 'job' and attributes.status = 'RUNNING'"):
-        if _dead(run, mine=False):
-            _end(client, run.info.run_id, "KILLED", "the attempt died: its lease was not renewed")
-        else:
-            parents_at_work.add(run.data.tags.get("mlflow.parentRunId", ""))
-    for run in _search(client, experiment_id, "tags.kind = 'sweep' and attributes.status = 'RUNNING'"):
-        if run.info.run_id not in parents_at_work and _dead(run, mine=False):
-            _end(client, run.info.run_id, "KILLED", "the command that ran the sweep died before it could close it")
-
-
 def finished(sweep: Sweep, keys: Iterable[str]) -> dict[str, str]:
     """key -> run id of those jobs that are FINISHED in this experiment already, whichever sweep ran them.
 
@@ -285,7 +119,7 @@ def finished(sweep: Sweep, keys: Iterable[str]) -> dict[str, str]:
     wanted = set(keys)
     with talking_to(sweep.uri) as client:
         done: dict[str, str] = {}
-        for run in _search(client, sweep.experiment_id, "tags.kind = 'job' and attributes.status = 'FINISHED'"):
+        for run in search(client, sweep.experiment_id, "tags.kind = 'job' and attributes.status = 'FINISHED'"):
             key = run.data.tags.get("key", "")
             if key in wanted and key not in done:
                 _adopt(client, run, sweep.sweep_key)
@@ -296,25 +130,24 @@ def finished(sweep: Sweep, keys: Iterable[str]) -> dict[str, str]:
 def close_sweep(sweep: Sweep, status: str, files: Sequence[Path] | None = None) -> None:
     """End a sweep: dead children become KILLED, the parent gets `status`, the report's files and its curves as metrics.
 
+    Where only watching tells whether a child is dead, this takes up to a lease; a sweep that is KILLED does not wait.
+
     status: FINISHED, FAILED or KILLED. files: pictures go to `figures/`, all else to the root; `summary.csv` gives the
     metrics `accuracy_vs_budget/<task>/<policy>` with the budget (percent, or rows) as step. Job runs whose full-cache
     twin is known get `accuracy_vs_full`. Raises TrackingUnreachable.
     """
     if status not in ("FINISHED", "FAILED", "KILLED"):
         raise ValueError(f"expected status FINISHED, FAILED or KILLED, got {status!r}")
-    if lease := _leases.pop((sweep.uri, sweep.run_id), None):
-        lease.let_go()
+    lease = _leases.pop((sweep.uri, sweep.run_id), None) or _SweepRun(sweep.uri, sweep.run_id, sweep.experiment_id)
+    lease.let_go()
     with talking_to(sweep.uri) as client:
-        children = _search(
+        lease.settle(client, wait=status != "KILLED")
+        children = search(
             client, sweep.experiment_id, f"tags.kind = 'job' and tags.sweep_key LIKE '%{sweep.sweep_key}%'"
         )
         counts: dict[str, int] = {}
         for run in children:
-            state = run.info.status
-            if state == "RUNNING" and _dead(run):
-                _end(client, run.info.run_id, "KILLED", "the attempt died: its lease was not renewed")
-                state = "KILLED"
-            counts[state] = counts.get(state, 0) + 1
+            counts[run.info.status] = counts.get(run.info.status, 0) + 1
         _log_accuracy_vs_full(client, children)
         for file in files or []:
             client.log_artifact(sweep.run_id, str(file), "figures" if file.suffix == ".png" else None)
@@ -396,7 +229,7 @@ def _log_accuracy_vs_full(client: MlflowClient, runs: Sequence[Run]) -> None:
 
 
 class JobRun:
-    """A RUNNING run (a job's, or its sweep's), kept alive by a background thread until it is ended or closed.
+    """A RUNNING run, kept alive by a background thread until it is ended or closed.
 
     The thread renews the lease every BEAT_S (one request may take longer than a lease) and posts the last `progress`,
     so the job itself never waits for the server. It stops by itself once the run is no longer RUNNING.
@@ -443,7 +276,7 @@ class JobRun:
         try:
             with talking_to(self.uri) as client:
                 if client.get_run(self.run_id).info.status == "RUNNING":  # else somebody ended it for us: leave it
-                    _end(client, self.run_id, status, reason)
+                    end(client, self.run_id, status, reason)
         except Exception as error:
             log.warning("the run %s could not be set %s: %s", self.run_id, status, error)
 
@@ -460,17 +293,67 @@ class JobRun:
                 done, metrics = self._done, []
                 if done is not None and done != self._posted:
                     metrics = [Metric("progress/items", done, _now_ms(), done)]
-                client.log_batch(self.run_id, metrics=metrics, tags=[RunTag("lease", str(int(time.time())))])
+                client.log_batch(self.run_id, metrics=metrics, tags=_tags(signs_of_life(server_time(self.uri))))
                 self._posted = done
+                self._look_around(client)
         except Exception as error:  # a server away for a while is no reason to stop generating
             log.debug("lease of %s not renewed: %s", self.run_id, error)
         return True
+
+    def _look_around(self, client: MlflowClient) -> None:
+        """What else there is to do at each beat."""
+
+
+class _SweepRun(JobRun):
+    """The parent of a sweep; its thread also ends what has died in the experiment, whichever machine it was on."""
+
+    def __init__(self, uri: str, run_id: str, experiment_id: str) -> None:
+        self.experiment_id = experiment_id
+        self._watch = Watch()
+        self._looking = threading.Lock()
+        super().__init__(uri, run_id)
+
+    def _look_around(self, client: MlflowClient) -> None:
+        self.bury_the_dead(client)
+
+    def bury_the_dead(self, client: MlflowClient, *, ours_too: bool = False) -> list[Run]:
+        """End as KILLED the RUNNING jobs and sweeps whose process is gone; returns the runs nothing is known of yet.
+
+        ours_too: an attempt that this very process left RUNNING is dead as well.
+        """
+        with self._looking:
+            now = server_time(self.uri)
+            running = search(client, self.experiment_id, "attributes.status = 'RUNNING'")
+            running = [run for run in running if run.info.run_id != self.run_id and "kind" in run.data.tags]
+            known = self._watch.look(running, now)
+            jobs = [run for run in running if run.data.tags["kind"] == "job"]
+            if ours_too:
+                known |= {run.info.run_id: False for run in jobs if is_mine(run)}
+            at_work = {run.data.tags.get("mlflow.parentRunId") for run in jobs if known[run.info.run_id] is not False}
+            for run in running:
+                alive = known[run.info.run_id]
+                if alive is False and run.data.tags["kind"] == "job":
+                    end(client, run.info.run_id, "KILLED", DEAD_JOB)
+                elif alive is False and run.info.run_id not in at_work:
+                    end(client, run.info.run_id, "KILLED", DEAD_SWEEP)
+            return [run for run in running if known[run.info.run_id] is None]
+
+    def settle(self, client: MlflowClient, *, wait: bool) -> None:
+        """End what is dead now that this sweep's jobs are over; with `wait`, look until it is known of each."""
+        deadline = time.monotonic() + LEASE_S + 2 * BEAT_S
+        while unsure := self.bury_the_dead(client, ours_too=True):
+            now = server_time(self.uri)
+            ours = [run for run in unsure if run.data.tags.get("mlflow.parentRunId") == self.run_id]
+            if not wait or time.monotonic() > deadline or not (ours or any(not looks_alive(r, now) for r in unsure)):
+                return
+            time.sleep(BEAT_S / 2)
 
 
 def start_job(sweep: Sweep, folder: Path) -> JobRun:
     """Open the RUNNING run of the job in `folder` (config.yaml and job.json are there) under its sweep.
 
-    Dead attempts of the same key become KILLED; an attempt alive elsewhere is left alone. Raises TrackingUnreachable.
+    Attempts of the same key whose process is gone become KILLED; one of another machine is left to the sweep's own
+    watch. Raises TrackingUnreachable.
     """
     with talking_to(sweep.uri, _outputs_of(folder)) as client:
         run = _open_job(client, sweep, folder, start_ms=None)
@@ -488,26 +371,63 @@ def publish_job(sweep: Sweep, folder: Path) -> str:
     job = _job(folder)
     if not (folder / "score.json").is_file():
         raise BadInput(f"expected a scored job in {folder}, got no score.json: run the job's stages up to score first")
-    config_ms, end_ms = (int((folder / name).stat().st_mtime * 1000) for name in ("job.json", "score.json"))
     lock_file = folder / "publish.lock"
     with talking_to(sweep.uri, _outputs_of(folder)) as client, open(lock_file, "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        own = _own_attempt(client, folder)
-        done = _finished_run(client, sweep, job["key"])
-        if done is None:
-            run = own or _open_job(client, sweep, folder, start_ms=min(config_ms, end_ms))
-            _fill(client, run, folder, job, end_ms, started)
-            client.set_terminated(run.info.run_id, "FINISHED", max(end_ms, run.info.start_time))
-            done = _finished_run(client, sweep, job["key"]) or run
-            own = run
-        elif _scored_again(folder, done):
-            _fill(client, done, folder, job, end_ms, started)
-        if own is not None and own.info.run_id != done.info.run_id:
-            _end(client, own.info.run_id, "KILLED", f"the same job finished as {done.info.run_id}")
-        _adopt(client, done, sweep.sweep_key)
-    run_id: str = done.info.run_id
+        for tries_left in reversed(range(PUBLISH_TRIES)):
+            try:
+                run_id = _publish(client, sweep, folder, job, started)
+                break
+            except MlflowException as error:  # another machine writes the same now, and the database refuses one of us
+                if error.error_code != "BAD_REQUEST" or not tries_left:
+                    raise
     _write_json(folder / "published.json", {"uri": sweep.uri, "run_id": run_id})
     return run_id
+
+
+def _publish(client: MlflowClient, sweep: Sweep, folder: Path, job: dict[str, Any], started: float) -> str:
+    config_ms, end_ms = (int((folder / name).stat().st_mtime * 1000) for name in ("job.json", "score.json"))
+    own = _own_attempt(client, folder)
+    done = _finished_run(client, sweep, job["key"])
+    if done is not None and _scored_again(folder, done):
+        _fill(client, done, folder, job, end_ms, started)
+    while done is None:
+        own = _own_attempt(client, folder) or _open_job(client, sweep, folder, start_ms=min(config_ms, end_ms))
+        with _kept_alive(sweep.uri, own):
+            _fill(client, own, folder, job, end_ms, started)
+        done = _finish(client, sweep, own, job["key"], end_ms)
+    other = own if own is not None and own.info.run_id != done.info.run_id else None
+    if other is not None and client.get_run(other.info.run_id).info.status == "RUNNING":
+        end(client, other.info.run_id, "KILLED", f"the same job finished as {done.info.run_id}")
+    _adopt(client, done, sweep.sweep_key)
+    run_id: str = done.info.run_id
+    return run_id
+
+
+@contextmanager
+def _kept_alive(uri: str, run: Run) -> Iterator[None]:
+    """Large artifacts on a slow link may take longer than a lease."""
+    lease = JobRun(uri, run.info.run_id)
+    try:
+        yield
+    finally:
+        lease.let_go()
+
+
+def _finish(client: MlflowClient, sweep: Sweep, run: Run, key: str, end_ms: int) -> Run | None:
+    """Set a filled run FINISHED unless its key is already, and return the one that is.
+
+    None if the run is no longer RUNNING: it was taken for dead meanwhile, and stays KILLED. MLflow has no transactions:
+    two may be set at the same moment. All look afterwards and keep the first.
+    """
+    run_id = run.info.run_id
+    if _finished_run(client, sweep, key) is None and client.get_run(run_id).info.status == "RUNNING":
+        client.set_terminated(run_id, "FINISHED", max(end_ms, run.info.start_time))
+    finished = _finished_runs(client, sweep, key)
+    for other in finished:
+        if other.info.run_id != first(finished).info.run_id:
+            end(client, other.info.run_id, "KILLED", f"the same job finished as {first(finished).info.run_id}")
+    return first(finished) if finished else None
 
 
 def _outputs_of(job_folder: Path) -> Path:
@@ -539,12 +459,13 @@ def _job(folder: Path) -> dict[str, Any]:
 def _open_job(client: MlflowClient, sweep: Sweep, folder: Path, start_ms: int | None) -> Run:
     job = _job(folder)
     same_key = f"tags.kind = 'job' and tags.key = '{job['key']}' and attributes.status = 'RUNNING'"
-    for earlier in _search(client, sweep.experiment_id, same_key):
-        if _dead(earlier):
-            _end(client, earlier.info.run_id, "KILLED", "the attempt died: its lease was not renewed")
+    for earlier in search(client, sweep.experiment_id, same_key):
+        if process_lives(earlier) is False or is_mine(earlier):  # jobs run one at a time: ours is not running
+            end(client, earlier.info.run_id, "KILLED", DEAD_JOB)
     described = {name: str(job.get(name)) for name in ("host", "chip", "git_commit")}
     links = {"kind": "job", "key": job["key"], "sweep_key": sweep.sweep_key, "mlflow.parentRunId": sweep.run_id}
-    run = _create(client, sweep.experiment_id, job["name"], described | links | _signs_of_life(), start_ms)
+    alive = signs_of_life(server_time(sweep.uri))
+    run = _create(client, sweep.experiment_id, job["name"], described | links | alive, start_ms)
     _write_json(folder / "attempt.json", {"run_id": run.info.run_id, "attempt": run.data.tags["attempt"]})
     _log_params(client, run, _params(folder, job))
     return run
@@ -566,10 +487,13 @@ def _own_attempt(client: MlflowClient, folder: Path) -> Run | None:
 
 
 def _finished_run(client: MlflowClient, sweep: Sweep, key: str) -> Run | None:
-    done = _search(
-        client, sweep.experiment_id, f"tags.kind = 'job' and tags.key = '{key}' and attributes.status = 'FINISHED'"
-    )
-    return _first(done) if done else None
+    done = _finished_runs(client, sweep, key)
+    return first(done) if done else None
+
+
+def _finished_runs(client: MlflowClient, sweep: Sweep, key: str) -> list[Run]:
+    finished = f"tags.kind = 'job' and tags.key = '{key}' and attributes.status = 'FINISHED'"
+    return search(client, sweep.experiment_id, finished)
 
 
 def _fill(client: MlflowClient, run: Run, folder: Path, job: dict[str, Any], time_ms: int, started: float) -> None:
@@ -598,7 +522,7 @@ def _fill(client: MlflowClient, run: Run, folder: Path, job: dict[str, Any], tim
     tags = {"mlflow.loggedArtifacts": json.dumps([{"path": "samples.json", "type": "table"}])}  # shown as a table
     if broken:
         tags["nonfinite"] = ", ".join(sorted(broken))[:5000]
-    client.log_batch(run_id, tags=[RunTag(*tag) for tag in tags.items()])
+    client.log_batch(run_id, tags=_tags(tags))
     _log_dataset(client, run_id, job)
     with tempfile.TemporaryDirectory() as temporary:
         _write_artifacts(folder, job, Path(temporary))
@@ -672,51 +596,27 @@ def _create(
     """One new RUNNING run. After a cut connection the client asks again and the server has two: the other goes."""
     attempt = uuid.uuid4().hex
     run = client.create_run(experiment_id, start_ms or _now_ms(), tags | {"attempt": attempt}, name)
-    for ghost in _search(client, experiment_id, f"tags.attempt = '{attempt}'"):
+    for ghost in search(client, experiment_id, f"tags.attempt = '{attempt}'"):
         if ghost.info.run_id != run.info.run_id:
-            _end(client, ghost.info.run_id, "KILLED", "created twice by a retried request")
+            end(client, ghost.info.run_id, "KILLED", "created twice by a retried request")
             client.delete_run(ghost.info.run_id)
     return run
 
 
-def _end(client: MlflowClient, run_id: str, status: str, reason: str) -> None:
-    client.set_tag(run_id, "reason", reason[:5000])
+def end(client: MlflowClient, run_id: str, status: str, reason: str) -> None:
+    try:
+        client.set_tag(run_id, "reason", reason[:5000])
+    except MlflowException as error:
+        if error.error_code != "BAD_REQUEST":  # else somebody sets it at the same moment
+            raise
     client.set_terminated(run_id, status)
 
 
-def _signs_of_life() -> dict[str, str]:
-    """The tags by which _dead judges a RUNNING run."""
-    return {"lease": str(int(time.time())), "process": f"{socket.gethostname()}:{os.getpid()}"}
+def _tags(tags: Mapping[str, str]) -> list[RunTag]:
+    return [RunTag(*tag) for tag in tags.items()]
 
 
-def _dead(run: Run, *, mine: bool = True) -> bool:
-    """Whether a RUNNING run's attempt is gone: a process of this machine that ended, or no lease for LEASE_S.
-
-    mine: an attempt that this very process left RUNNING is dead as well, as where a job begins: jobs run one at a time,
-    and this one is not running. A sweep lives as long as its process on this machine does.
-    """
-    tags = run.data.tags
-    try:
-        lease = float(tags["lease"])
-    except (KeyError, ValueError):
-        lease = run.info.start_time / 1000
-    host, _, pid = tags.get("process", "").rpartition(":")
-    if host == socket.gethostname() and pid.isdigit():
-        if int(pid) == os.getpid() and mine:
-            return True
-        try:
-            if psutil.Process(int(pid)).create_time() > lease + 5:  # the number belongs to another process now
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        except psutil.Error:
-            pass  # it is there, and somebody else's
-        if tags.get("kind") == "sweep":
-            return False
-    return time.time() - lease > LEASE_S
-
-
-def _first(runs: Sequence[Run]) -> Run:
+def first(runs: Sequence[Run]) -> Run:
     return min(runs, key=lambda run: (run.info.start_time, run.info.run_id))
 
 
@@ -726,7 +626,7 @@ def _adopt(client: MlflowClient, run: Run, sweep_key: str) -> None:
         client.set_tag(run.info.run_id, "sweep_key", " ".join([*keys, sweep_key]))
 
 
-def _search(client: MlflowClient, experiment_id: str, where: str) -> list[Run]:
+def search(client: MlflowClient, experiment_id: str, where: str) -> list[Run]:
     runs: list[Run] = []
     token: str | None = None
     while True:
@@ -822,25 +722,44 @@ def cannot_write(outputs: Path, error: OSError) -> BadInput:
     return BadInput(f"expected to read and write files in {outputs}, got {error}: choose another folder with --outputs")
 
 
+def unpublished(outputs: Path) -> list[Path]:
+    """The folders of finished jobs under `outputs` that no server is known to have."""
+    scored = sorted((outputs / "jobs").glob("*/score.json"))
+    return [path.parent for path in scored if not _noted(path.parent / "published.json").get("run_id")]
+
+
+def _at_work(uri: str, experiment: str, sweep_key: str) -> Sweep | None:
+    """The sweep of that key, if a driver is at work on it now."""
+    with talking_to(uri) as client:
+        found = client.get_experiment_by_name(experiment)
+        if found is None:
+            return None
+        ours = f"tags.kind = 'sweep' and tags.sweep_key = '{sweep_key}' and attributes.status = 'RUNNING'"
+        now = server_time(uri)
+        alive = [run for run in search(client, found.experiment_id, ours) if looks_alive(run, now)]
+        return Sweep(uri, found.experiment_id, first(alive).info.run_id, experiment, sweep_key) if alive else None
+
+
 def publish_all(uri: str, outputs: Path) -> int:
     """Publish every finished, unpublished job folder under `outputs`/jobs; returns how many could not be.
 
-    The parent is found by experiment name and sweep key, and gets its report anew. Raises TrackingUnreachable.
+    The parent is found by experiment name and sweep key, and gets its report anew; one whose driver is at work is left
+    to it. Raises TrackingUnreachable.
     """
     from pipeline.report import report  # the reader builds on this module; only this command needs both
 
     sweeps: dict[tuple[str, str], list[Path]] = {}
     failed = 0
-    for scored in sorted((outputs / "jobs").glob("*/score.json")):
-        if not _noted(scored.parent / "published.json").get("run_id"):
-            try:
-                job = _job(scored.parent)
-                sweeps.setdefault((job["experiment_name"], job["sweep_key"]), []).append(scored.parent)
-            except BadInput as error:
-                print(f"not published: {error}", file=sys.stderr)
-                failed += 1
+    for folder in unpublished(outputs):
+        try:
+            job = _job(folder)
+            sweeps.setdefault((job["experiment_name"], job["sweep_key"]), []).append(folder)
+        except BadInput as error:
+            print(f"not published: {error}", file=sys.stderr)
+            failed += 1
     for (experiment, sweep_key), folders in sweeps.items():
-        sweep = open_sweep(uri, experiment, sweep_key, {"experiment_name": experiment})
+        at_work = _at_work(uri, experiment, sweep_key)
+        sweep = at_work or open_sweep(uri, experiment, sweep_key, {"experiment_name": experiment})
         broken = 0
         for folder in folders:
             try:
@@ -848,10 +767,12 @@ def publish_all(uri: str, outputs: Path) -> int:
             except (BadInput, MlflowException, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 print(f"not published: {folder}: {error}", file=sys.stderr)
                 broken += 1
+        failed += broken
+        if at_work:
+            continue
         result = report(sweep, outputs / "reports" / sweep_key)
         close_sweep(sweep, "FAILED" if broken or result.failed else "FINISHED", result.files)
         print(f"sweep {sweep_key} of {experiment}: {result.link}")
-        failed += broken
     if not sweeps and not failed:
         print(f"nothing to publish in {outputs / 'jobs'}")
     return failed
@@ -863,22 +784,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m pipeline.tracking", description="The MLflow server of this project."
     )
     parser.add_argument(
-        "command", choices=["uri", "start", "stop", "publish"], help="publish: all finished jobs not there yet"
+        "command",
+        choices=["uri", "start", "stop", "publish", "doctor"],
+        help="publish: all finished jobs not there yet; doctor: mend what a crash left",
     )
     parser.add_argument("--outputs", type=Path, default=OUTPUTS, help="the folder of jobs and of the embedded server")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="doctor: list what is wrong, change nothing; exit code 1"
+    )
     options = parser.parse_args(arguments)
+    if options.dry_run and options.command != "doctor":
+        parser.error("--dry-run: only doctor can do that")
     try:
         if options.command == "stop":
             stopped = embedded_server.stop(options.outputs / "mlflow")
             print("stopped" if stopped else f"no embedded server of {options.outputs} was running")
             return 0
-        if options.command == "publish" or (options.command == "start" and options.outputs != OUTPUTS):
+        if options.command == "publish" or (options.command in ("start", "doctor") and options.outputs != OUTPUTS):
             check_folder(options.outputs)
         uri = resolve_uri(embedded_config(), options.outputs, start=options.command != "uri")
-        if options.command != "publish":
-            print(uri)
-            return 0
-        return 1 if publish_all(uri, options.outputs) else 0
+        if options.command == "doctor":
+            from pipeline.doctor import doctor  # it builds on this module
+
+            return 1 if doctor(uri, options.outputs, dry_run=options.dry_run) else 0
+        if options.command == "publish":
+            return 1 if publish_all(uri, options.outputs) else 0
+        print(uri)
+        return 0
     except (BadInput, TrackingUnreachable) as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:

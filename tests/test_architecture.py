@@ -18,7 +18,7 @@ PLACES: dict[str, tuple[str, ...]] = {  # files and folders
         "pipeline/cluster/",
     ),
     "lm_eval": ("pipeline/load.py", "pipeline/score.py", "pipeline/language_model.py", "pipeline/tasks/"),
-    "mlflow": ("pipeline/tracking.py", "pipeline/report.py"),
+    "mlflow": tuple(f"pipeline/{name}.py" for name in ("tracking_server", "leases", "tracking", "doctor", "report")),
 }
 
 

@@ -19,7 +19,7 @@ import pytest
 from distributed import Client
 from distributed.security import Security
 
-from pipeline import embedded_server, tracking
+from pipeline import embedded_server, tracking, tracking_server
 from pipeline.cluster import Joined, join
 from pipeline.cluster.reach import ask_mlflow, why_no_mlflow
 from tests.cluster_processes import HOST, Command, Head, ended, free_port, left_behind, running, started, wait_until
@@ -97,7 +97,7 @@ def test_mlflow_without_tls_or_without_trust(head: Head) -> None:
         plain.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         with suppress(ConnectionResetError):
             assert not plain.recv(100).startswith(b"HTTP")
-    assert "does not answer" in str(tracking._why_unreachable(str(head.there.mlflow)))
+    assert not tracking_server.reachable(str(head.there.mlflow))
 
 
 def test_our_tracking_works_over_https(head: Head) -> None:
@@ -186,7 +186,7 @@ def test_a_local_server_gives_way_with_its_runs(tmp_path: Path) -> None:
     tracking.close_sweep(sweep, "FINISHED")
     head = started(outputs)
     try:
-        assert "the local MLflow server of" in head.command.text() and not tracking.reachable(local)
+        assert "the local MLflow server of" in head.command.text() and not tracking_server.reachable(local)
         assert ask_mlflow(head.there, f"runs/get?run_id={sweep.run_id}")["run"]["info"]["status"] == "FINISHED"
     finally:
         head.command.end()

@@ -26,7 +26,7 @@ from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 from omegaconf import OmegaConf
 
-from pipeline import embedded_server, tracking
+from pipeline import embedded_server, leases, tracking, tracking_server
 from pipeline.errors import BadInput
 from pipeline.report import report
 from pipeline.tracking import Sweep, TrackingUnreachable
@@ -75,7 +75,7 @@ def test_two_starts_at_once_make_one_server_that_outlives_them_and_is_found_afte
         assert {os.getpgid(p.pid) for p in servers} == {pid}  # one server with its workers
         assert os.getsid(pid) == pid != os.getsid(0)  # its own session: Ctrl-C here does not reach it
         assert not any("huey" in " ".join(p.cmdline()) for p in servers)  # no job runners
-        assert tracking.reachable(uri)
+        assert tracking_server.reachable(uri)
 
         # A job begins, the server crashes, the job cannot publish; the next start finds its port and the job's run.
         sweep = tracking.open_sweep(uri, "crash", SWEEP_KEY, {})
@@ -95,7 +95,7 @@ def test_two_starts_at_once_make_one_server_that_outlives_them_and_is_found_afte
 
         stopping = command("stop", "--outputs", tmp_path)
         assert stopping.communicate(timeout=60)[0].strip() == "stopped"
-        assert not tracking.reachable(uri)
+        assert not tracking_server.reachable(uri)
         assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder)]
         again = command("stop", "--outputs", tmp_path)
         assert "no embedded server" in again.communicate(timeout=60)[0] and again.returncode == 0
@@ -119,7 +119,7 @@ def test_a_server_of_another_folder_is_neither_used_nor_stopped(uri: str, server
     try:
         other = embedded_server.start(folder, port=port)
         assert other != uri
-        assert tracking.reachable(other) and tracking.reachable(uri)
+        assert tracking_server.reachable(other) and tracking_server.reachable(uri)
     finally:
         assert embedded_server.stop(folder)
     assert embedded_server.running(server_outputs / "mlflow") == uri
@@ -152,7 +152,7 @@ def test_a_server_whose_folder_or_state_went_away_is_ended_and_replaced(tmp_path
         assert servers() and not servers() & third
         shutil.rmtree(outputs)
         assert embedded_server.stop(folder) and not outputs.exists()
-        assert not tracking.reachable(uri)
+        assert not tracking_server.reachable(uri)
         (tmp_path / "elsewhere").mkdir()
         assert not embedded_server.stop(tmp_path / "elsewhere")
         assert embedded_server.running(server_outputs / "mlflow") is not None  # another folder's: untouched
@@ -298,19 +298,25 @@ def test_opening_a_sweep_ends_what_died_in_the_experiment_and_nothing_else(sweep
         "uri, name, folder = sys.argv[1:]; sweep = tracking.open_sweep(uri, name, 'died', {})\n"
         "tracking.start_job(sweep, fabricate(Path(folder), 'k1', None)); print(sweep.run_id, flush=True); input()\n"
     )
-    here, now = socket.gethostname(), time.time()  # leases to come: this test may be slow
-    sweeps = {
-        "alive elsewhere": ("mini-2:1", now + 300, "RUNNING"),
-        "silent elsewhere": ("mini-2:1", now - 61, "KILLED"),
-        "silent, but with a living job": ("mini-2:1", now - 61, "RUNNING"),
-        "alive here, however silent": (f"{here}:1", now - 61, "RUNNING"),
-        "its number is another process's now": (f"{here}:{os.getpid()}", now - 10**6, "KILLED"),
+    now, machine = time.time(), leases._machine()
+    pid1 = f"{machine}:1:{leases._started(1)}"
+    sweeps = {  # what only watching can tell is left RUNNING by one look: test_tracking_hosts.py
+        "alive elsewhere": ("mini-2:1:1", now, "RUNNING"),
+        "silent elsewhere": ("mini-2:1:1", now - 61, "RUNNING"),
+        "alive here, however silent": (pid1, now - 61, "RUNNING"),
+        "its number is another process's now": (f"{machine}:{os.getpid()}:1", now, "KILLED"),
+        "the same, but with a living job": (f"{machine}:{os.getpid()}:1", now, "RUNNING"),
     }
     for name, (process, lease, _) in sweeps.items():
         tags = {"kind": "sweep", "sweep_key": name, "process": process, "lease": str(int(lease))}
         run = client.create_run(sweep.experiment_id, tags=tags, run_name=name)
         if "job" in name:
-            tags |= {"kind": "job", "mlflow.parentRunId": run.info.run_id, "lease": str(int(now + 300))}
+            tags |= {
+                "kind": "job",
+                "mlflow.parentRunId": run.info.run_id,
+                "process": "mini-2:1:1",
+                "lease": str(int(now)),
+            }
             living = client.create_run(sweep.experiment_id, tags=tags, run_name="its job")
     with tempfile.TemporaryDirectory() as folder:
         line = [sys.executable, "-c", script, sweep.uri, sweep.experiment_name, folder]
@@ -414,13 +420,13 @@ def test_only_attempts_known_to_be_dead_are_killed(sweep: Sweep, tmp_path: Path)
     client = MlflowClient(sweep.uri)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    here, now = socket.gethostname(), time.time()
+    now, machine = time.time(), leases._machine()
     attempts = {
-        "lease expired": ("mini-2:1", now - 61, "KILLED"),
-        "alive elsewhere": ("mini-2:1", now - 30, "RUNNING"),
-        "its process ended": (f"{here}:{ended.pid}", now, "KILLED"),
-        "alive here": (f"{here}:{os.getppid()}", now, "RUNNING"),
-        "this process, earlier": (f"{here}:{os.getpid()}", now, "KILLED"),
+        "silent elsewhere": ("mini-2:1:1", now - 61, "RUNNING"),
+        "alive elsewhere": ("mini-2:1:1", now - 30, "RUNNING"),
+        "its process ended": (f"{machine}:{ended.pid}:1", now, "KILLED"),
+        "alive here": (f"{machine}:{os.getppid()}:{leases._started(os.getppid())}", now, "RUNNING"),
+        "this process, earlier": (leases.signs_of_life(now)["process"], now, "KILLED"),
     }
     for name, (process, lease, _) in attempts.items():
         tags = {"kind": "job", "key": "k1", "sweep_key": SWEEP_KEY, "process": process, "lease": str(int(lease))}
@@ -480,7 +486,7 @@ def test_an_unfinished_or_broken_folder_is_refused(sweep: Sweep, tmp_path: Path)
 def test_a_server_that_is_not_there_is_said_quickly_and_with_the_way_out(uri: str, tmp_path: Path) -> None:
     nowhere = f"http://127.0.0.1:{closed_port()}"
     lost = Sweep(nowhere, "1", "0" * 32, "trial", SWEEP_KEY)
-    assert not tracking.reachable(nowhere) and tracking.reachable(uri)
+    assert not tracking_server.reachable(nowhere) and tracking_server.reachable(uri)
     folder = fabricate(tmp_path, "k1", [1.0])
     for call in (
         lambda: tracking.open_sweep(nowhere, "trial", SWEEP_KEY, {}),
@@ -524,7 +530,7 @@ def test_a_server_that_is_there_but_cannot_work_is_unreachable_too(
             with pytest.raises(TrackingUnreachable, match=f"publish --outputs {tmp_path}"):
                 tracking.publish_job(Sweep(ill, "1", "0" * 32, "trial", SWEEP_KEY), folder)
             server.shutdown()
-    assert not tracking.reachable("http://127.0.0.1:port")
+    assert not tracking_server.reachable("http://127.0.0.1:port")
 
 
 @contextmanager
