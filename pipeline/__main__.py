@@ -429,7 +429,7 @@ def _publish_what_is_home(sweep: Any, jobs: list[_Job], outputs: Path) -> None:
             except tracking.TrackingUnreachable as error:
                 console.print(f"[yellow]warning[/]: {error}")
                 return
-            except (BadInput, OSError) as error:
+            except Exception as error:  # one folder must not keep the others, or the sweep, from being closed
                 console.print(f"[yellow]warning[/]: {job_name(job.cfg)} could not be published: {error}")
 
 

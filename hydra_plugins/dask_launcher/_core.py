@@ -22,6 +22,7 @@ import tarfile
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -45,7 +46,8 @@ FIRST_HOST_S = 20.0  # at the start: workers come back within 15 s after a resta
 SLOW_HOST_S = 30.0  # what a host may take longer than another to have models and data, before the jobs start
 SILENCE_S = 30.0  # a scheduler that does not answer for so long is lost
 STOP_S = 12.0  # for interrupted jobs: their last words, and the way of the answer
-DESCRIBE_S = 60.0  # for a host to start a process and say what it is
+DESCRIBE_S = 60.0  # for a host to start a process and say what it is; asked LOOKS times
+LOOKS = 3
 MOST_LOSSES = 10  # a job whose host vanishes each time may be what takes the host down
 
 cloudpickle.register_pickle_by_value(_host)
@@ -239,8 +241,8 @@ class _Driver:
             try:
                 client = await self._connect(self.wait_for_hosts_s)
             except BadInput as error:
-                self._give_up(self.waiting, str(error))
                 await asyncio.gather(*self.finishing)
+                self._give_up(self.waiting, str(error))
                 return
             self.able_since = time.monotonic()
             self._say("the scheduler is back")
@@ -359,21 +361,26 @@ class _Driver:
 
     async def _check(self, host: _Host) -> None:
         """Whether the host runs our code and has models and data; it is ready or refused afterwards."""
-        try:
-            if host.address in self.checked:
-                host.about = self.checked.pop(host.address)
-            elif self.wanted:
-                await self._compare(host)
-            else:
-                host.about = {}
-            if host.refused is None:
-                host.ready = True
-                self.largest = max(self.largest, host.memory)
-        except _OwnFault as error:
-            self.stop = BadInput(str(error))
-        except Exception as error:  # whatever goes wrong there must not end the sweep here
-            host.refused = f"it could not be looked at ({type(error).__name__}: {error})"
-        if host.refused is not None:
+        for look in range(LOOKS):
+            try:
+                if host.address in self.checked:
+                    host.about = self.checked.pop(host.address)
+                elif self.wanted:
+                    await self._compare(host)
+                else:
+                    host.about = {}
+                break
+            except _OwnFault as error:
+                self.stop = BadInput(str(error))
+                break
+            except Exception as error:  # whatever goes wrong there must not end the sweep here
+                if look == LOOKS - 1 or not isinstance(error, OSError | TimeoutError):
+                    host.refused = f"it could not be looked at ({type(error).__name__}: {error})"
+                    break
+        if host.refused is None:
+            host.ready = True
+            self.largest = max(self.largest, host.memory)
+        else:
             self._say(f"host {host.name} gets no jobs: {host.refused}")
         self.changed.set()
 
@@ -428,9 +435,11 @@ class _Driver:
             answer = {"kind": "found"}
         else:
             answer = await self._answer(host, job)
+        if answer["kind"] == "stop":  # before the host is free for another job
+            self.stop = cloudpickle.loads(answer["error"])
         host.job = None
         self.changed.set()
-        finish = asyncio.create_task(self._finish(job, host.name, answer, time.monotonic() - started))
+        finish = asyncio.create_task(self._put_away(job, host.name, answer, time.monotonic() - started))
         self.finishing.add(finish)
         finish.add_done_callback(self.finishing.discard)
 
@@ -456,28 +465,35 @@ class _Driver:
         finally:
             future.release()  # a result that lies in a worker only would be computed again when that worker dies
 
+    async def _put_away(self, job: _Job, host: str, answer: dict[str, Any], seconds: float) -> None:
+        try:
+            await self._finish(job, host, answer, seconds)
+        except Exception as error:
+            told = f"its result could not be read here ({type(error).__name__}: {error})"
+            self._failed(job, told, f"{told}\n{traceback.format_exc()}")
+        self.changed.set()
+
     async def _finish(self, job: _Job, host: str, answer: dict[str, Any], seconds: float) -> None:
         """What an attempt's answer means for the job."""
         kind = answer["kind"]
-        took = f"{_duration(seconds)}"
         if kind == "completed":
             returned: JobReturn = cloudpickle.loads(answer["returned"])
             if "folder" in answer:
                 try:
                     await asyncio.to_thread(_unpack, answer["folder"], Path(str(job.folder)))
-                except OSError as error:
-                    self._say(f"{job.name}: its folder stays on {host}, it could not be stored here: {error}")
+                except (OSError, tarfile.TarError) as error:
+                    self._say(
+                        f"{job.name}: its folder {job.folder} stays on {host}, it could not be stored here: {error}"
+                    )
             self.seconds.append(seconds)
             job.returned = returned
-            self._say(f"{job.name}  {host}  {_told(returned)}  {took}{self._eta()}")
+            self._say(f"{job.name}  {host}  {_told(returned)}  {_duration(seconds)}{self._eta()}")
         elif kind == "found":
             job.returned = JobReturn(job.overrides, job.cfg, status=JobStatus.COMPLETED, _return_value={})
             self._say(f"{job.name}  an attempt given up had finished")
         elif kind == "failed":
             text = f"{answer['reason']}\non {host}\n{answer['traceback']}\nlast lines of its log:\n{answer['log']}"
             self._failed(job, f"failed on {host}: {answer['reason']}", text)
-        elif kind == "stop":
-            self.stop = cloudpickle.loads(answer["error"])
         elif kind == "unfit":
             self.unfit[host] = answer["reason"]
             self.waiting.append(job)
@@ -485,9 +501,8 @@ class _Driver:
         elif kind == "interrupted":
             await asyncio.to_thread(_end_attempt, job.cfg, answer["attempt"], None)
             self.waiting.append(job)
-        else:
+        elif kind == "died":
             await self._died(job, host, answer)
-        self.changed.set()
 
     async def _died(self, job: _Job, host: str, answer: dict[str, Any]) -> None:
         job.deaths += 1
@@ -604,7 +619,7 @@ def _finished(cfg: DictConfig) -> bool:
 
     try:
         return bool(tracking.finished(_sweep(cfg), [cfg.sweep.job]))
-    except tracking.TrackingUnreachable:
+    except Exception:  # no answer, or none that we understand: the job runs again, and is published once all the same
         return False
 
 

@@ -46,6 +46,8 @@ def run_job(key: str, payload: bytes, folder: str | None) -> dict[str, Any]:
 
 def _run_job(key: str, payload: bytes, folder: str | None) -> dict[str, Any]:
     worker = get_worker()
+    if _unwanted(worker, key):
+        return {"kind": "interrupted", "attempt": None}
     with tempfile.TemporaryDirectory(prefix="job-", dir=worker.local_directory) as scratch:
         given, result = Path(scratch) / "in", Path(scratch) / "out"
         given.write_bytes(payload)

@@ -259,3 +259,43 @@ def test_another_process_on_the_gpu_is_waited_for(two_hosts: Cluster, marks: Pat
         time.sleep(2)
         assert not attempts(marks)
     assert values(running.result(30)) == [0, 1]
+
+
+def test_a_host_that_cannot_do_a_job_is_left_alone_and_another_does_it(
+    two_hosts: Cluster, marks: Path, capfd: Any
+) -> None:
+    def task(cfg: Any) -> Any:
+        import os
+        import time
+
+        from pipeline.errors import HostUnfit
+
+        if os.environ["TMPDIR"].endswith("mac1"):
+            (marks / f"{cfg.n}.{os.getpid()}").touch()
+            raise HostUnfit("its disk is full")
+        time.sleep(0.5)
+        return cfg.n
+
+    assert values(sweep(two_hosts, task, 4)) == [0, 1, 2, 3]
+    assert len(list(marks.iterdir())) == 1
+    assert "host mac1 gets no more jobs: its disk is full" in capfd.readouterr().out
+
+
+def test_a_stop_of_the_sweep_ends_the_other_jobs(two_hosts: Cluster, marks: Path) -> None:
+    def task(cfg: Any) -> Any:
+        import os
+        import time
+
+        from pipeline.run import StopSweep
+
+        (marks / f"{cfg.n}.{os.getpid()}").touch()
+        time.sleep(2)
+        if cfg.n == 1:
+            raise StopSweep("the model is broken")
+        time.sleep(60)
+
+    with pytest.raises(BaseException, match="the model is broken") as stopped:
+        sweep(two_hosts, task, 3)
+    assert type(stopped.value).__name__ == "StopSweep"
+    assert not two_hosts.jobs("mac1") and not two_hosts.jobs("mac2")
+    assert attempts(marks).keys() == {0, 1}
