@@ -305,10 +305,10 @@ class _Driver:
             while more():
                 self.changed.clear()
                 self._look_after(await self._workers())
-                self._hand_out()
-                self._give_up_what_cannot_run()
                 if self.stop is not None:
                     raise self.stop
+                self._hand_out()
+                self._give_up_what_cannot_run()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.changed.wait(), self.poll_s)
         except _SchedulerLost:
