@@ -5,7 +5,6 @@ may import from this project. They answer with plain values, for the same reason
 """
 
 import asyncio
-import errno
 import hashlib
 import io
 import json
@@ -26,7 +25,6 @@ from distributed import get_worker
 LAST_WORDS_S = 10.0  # between SIGINT and SIGKILL
 LOOK_S = 0.2  # how often a job's process is looked at
 TAIL_LINES = 40
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def run_job(key: str, payload: bytes, folder: str | None) -> dict[str, Any]:
@@ -36,12 +34,9 @@ def run_job(key: str, payload: bytes, folder: str | None) -> dict[str, Any]:
     The process is interrupted when Dask lets go of the task, the worker closes, or interrupt_job was called.
     """
     try:
-        answer = _run_job(key, payload, folder)
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        answer = {"kind": "unfit", "reason": f"its disk is full ({error})"}
-    return answer
+        return _run_job(key, payload, folder)
+    except OSError as error:  # a full or read-only disk, no more processes: nothing of the job's doing
+        return {"kind": "unfit", "reason": f"it cannot start jobs ({error})"}
 
 
 def _run_job(key: str, payload: bytes, folder: str | None) -> dict[str, Any]:
