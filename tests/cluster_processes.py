@@ -20,7 +20,7 @@ from pipeline.cluster.reach import why_no_mlflow, why_no_scheduler
 
 PROJECT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"  # macOS answers to the second only
-START_S = 90  # MLflow makes its tables; the machine may be busy
+START_S = 180  # MLflow makes its tables; the machine may be busy
 
 
 class Command:
@@ -82,9 +82,9 @@ def running(*arguments: object, outputs: Path, environment: dict[str, str] | Non
 
 
 def ended(*arguments: object, outputs: Path) -> subprocess.CompletedProcess[str]:
-    """The same, for commands that end by themselves."""
+    """The same, for commands that end by themselves: with exit code, stdout and stderr."""
     command = [sys.executable, "-m", "pipeline.cluster", *map(str, arguments), "--outputs", str(outputs)]
-    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=START_S)
 
 
 def left_behind(outputs: Path) -> list[str]:
@@ -117,15 +117,24 @@ def wait_until(
 
 
 def free_port(host: str) -> int:
-    """A port of `host` that nobody listens on; below the ports that the system gives out by itself."""
-    for port in range(22000 + os.getpid() % 1000, 32000):
+    """A port of `host` that nobody listens on, another one each time, below those that the system gives out by itself.
+
+    Test processes that run side by side look in different places: they start their servers a while later.
+    """
+    one_of_several = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in range(22000 + 100 * one_of_several + os.getpid() % 100, 32000):
         with socket.socket() as listener:
             try:
                 listener.bind((host, port))
-                return port
             except OSError:
                 continue
+        if port not in _given:
+            _given.add(port)
+            return port
     raise AssertionError("no free port")
+
+
+_given: set[int] = set()
 
 
 @dataclass

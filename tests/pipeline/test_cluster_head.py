@@ -21,7 +21,7 @@ from distributed.security import Security
 
 from pipeline import embedded_server, tracking, tracking_server
 from pipeline.cluster import Joined, join
-from pipeline.cluster.reach import ask_mlflow, why_no_mlflow
+from pipeline.cluster.reach import ask_mlflow, own_address, why_no_mlflow
 from tests.cluster_processes import HOST, Command, Head, ended, free_port, left_behind, running, started, wait_until
 
 
@@ -227,6 +227,16 @@ def test_what_cannot_work_is_said_before_anything_is_made(tmp_path: Path, option
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
     assert not join.pem_path(tmp_path).exists()
+
+
+def test_an_address_is_chosen_and_said(tmp_path: Path) -> None:
+    chosen = own_address("192.0.2.1")
+    done = ended("head", "--port", "0", outputs=tmp_path)
+    assert done.returncode == 2
+    if chosen:
+        assert f"listening on {chosen}; HOST=<address> (--host) chooses another" in done.stdout
+    else:
+        assert "expected a network for the head to listen on, got none" in done.stderr
 
 
 def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:

@@ -15,18 +15,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipeline import models, run
+from pipeline.cluster.host import prefetch
+from pipeline.errors import BadInput
 from pipeline.load import load
-
-PROJECT = Path(__file__).resolve().parent.parent.parent
-
-
-def cluster(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipeline.cluster", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=PROJECT)
+from tests.cluster_processes import PROJECT, ended
 
 
 def test_describe_is_one_line_about_this_machine_now(tmp_path: Path) -> None:
-    done = cluster("describe", "--outputs", tmp_path / "not" / "made")
+    done = ended("describe", outputs=tmp_path / "not" / "made")
     assert done.returncode == 0, done.stderr
     about = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1
@@ -54,7 +50,7 @@ def test_prefetch_gives_what_the_driver_computes(tmp_path: Path, tiny_model_fold
     entries = [entry(tiny_model_folder, "tokens=256", "items=2"), entry(tiny_model_folder, "tokens=300", "items=2")]
     config, outputs = tmp_path / "config.json", tmp_path / "outputs"
     config.write_text(json.dumps(entries))
-    done = cluster("prefetch", config, "--outputs", outputs)
+    done = ended("prefetch", config, outputs=outputs)
     assert done.returncode == 0, done.stderr
     got = [json.loads(line) for line in done.stdout.splitlines()]
     folder = models.resolve(OmegaConf.create(entries[0]["model"]), tmp_path / "driver")
@@ -68,20 +64,18 @@ def test_prefetch_gives_what_the_driver_computes(tmp_path: Path, tiny_model_fold
 
 @pytest.mark.parametrize("text", ["", "{}x", "[1]", '[{"model": {}}]', '{"model": 1}', "null"])
 def test_prefetch_of_something_else(tmp_path: Path, text: str) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(text)
-    done = cluster("prefetch", config, "--outputs", tmp_path / "outputs")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: expected a JSON list of") and "correct the file" in done.stderr
-    assert done.stderr.count("\n") == 1
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(BadInput, match=r"expected a JSON list of .*config\.json, got .*; correct the file"):
+        list(prefetch(tmp_path / "config.json", tmp_path / "outputs"))
 
 
 def test_prefetch_of_a_model_that_is_not_there(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps([entry(tmp_path / "nowhere")]))
-    done = cluster("prefetch", config, "--outputs", tmp_path / "outputs")
+    done = ended("prefetch", config, outputs=tmp_path / "outputs")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "expected a model folder at model.path" in done.stderr and "nowhere" in done.stderr
+    assert done.stderr.startswith("error: expected a model folder at model.path") and "nowhere" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_nothing_but_results_on_stdout(tmp_path: Path) -> None:
