@@ -19,7 +19,7 @@ import pytest
 from distributed import Client
 from distributed.security import Security
 
-from pipeline import embedded_server, tracking, tracking_server
+from pipeline import embedded_server, tracking
 from pipeline.cluster import Joined, join
 from pipeline.cluster.reach import ask_mlflow, own_address, why_no_mlflow
 from tests.cluster_processes import HOST, Command, Head, ended, free_port, left_behind, running, started, wait_until
@@ -97,7 +97,8 @@ def test_mlflow_without_tls_or_without_trust(head: Head) -> None:
         plain.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         with suppress(ConnectionResetError):
             assert not plain.recv(100).startswith(b"HTTP")
-    assert not tracking_server.reachable(str(head.there.mlflow))
+    with pytest.raises(tracking.TrackingUnreachable, match="certificate"), tracking.talking_to(str(head.there.mlflow)):
+        pass
 
 
 def test_our_tracking_works_over_https(head: Head) -> None:
@@ -186,7 +187,9 @@ def test_a_local_server_gives_way_with_its_runs(tmp_path: Path) -> None:
     tracking.close_sweep(sweep, "FINISHED")
     head = started(outputs)
     try:
-        assert "the local MLflow server of" in head.command.text() and not tracking_server.reachable(local)
+        assert "the local MLflow server of" in head.command.text()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(local.rpartition(":")[2])), 5)
         assert ask_mlflow(head.there, f"runs/get?run_id={sweep.run_id}")["run"]["info"]["status"] == "FINISHED"
     finally:
         head.command.end()
