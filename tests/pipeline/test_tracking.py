@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import http.client
 import json
 import os
 import shutil
@@ -14,9 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -531,55 +528,6 @@ def test_a_server_that_is_there_but_cannot_work_is_unreachable_too(
                 tracking.publish_job(Sweep(ill, "1", "0" * 32, "trial", SWEEP_KEY), folder)
             server.shutdown()
     assert not tracking_server.reachable("http://127.0.0.1:port")
-
-
-@contextmanager
-def proxy_that_cuts(uri: str, path: str) -> Iterator[str]:
-    """A proxy before a server: passes everything on, but loses the answer to the first POST of `path`."""
-    host, _, port = uri.removeprefix("http://").rpartition(":")
-    cut = threading.Event()
-
-    class Proxy(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            backend = http.client.HTTPConnection(host, int(port))
-            backend.request(self.command, self.path, body, {"Content-Type": "application/json"})
-            answer = backend.getresponse()
-            content = answer.read()
-            if self.path.endswith(path) and not cut.is_set():
-                cut.set()
-                self.connection.shutdown(socket.SHUT_RDWR)
-                self.close_connection = True
-                return
-            self.send_response(answer.status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
-    threading.Thread(target=proxy.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{proxy.server_port}"
-        assert cut.is_set()
-    finally:
-        proxy.shutdown()
-        proxy.server_close()
-
-
-def test_the_ghost_of_a_create_whose_answer_was_lost_is_reaped(sweep: Sweep, tmp_path: Path) -> None:
-    folder = fabricate(tmp_path, "k1", [1.0])
-    with proxy_that_cuts(sweep.uri, "runs/create") as through:
-        job = tracking.start_job(Sweep(through, *list(vars(sweep).values())[1:]), folder)
-        job.close()
-    assert [run.info.run_id for run in runs_of(sweep)] == [job.run_id]
-    everything = MlflowClient(sweep.uri).search_runs([sweep.experiment_id], "tags.key = 'k1'", run_view_type=2)
-    assert [run.info.status for run in everything if run.info.lifecycle_stage == "deleted"] == ["KILLED"]
 
 
 # --- publish later ---
