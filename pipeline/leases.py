@@ -73,7 +73,7 @@ class Watch:
         now: the server's time as the runs were read.
         """
         clock = time.monotonic()
-        if clock - self._looked > 2 * BEAT_S:
+        if clock - self._looked > 3 * BEAT_S:
             self._seen.clear()  # the server was away, for those we watch as well
         self._looked = clock
         return {run.info.run_id: self._verdict(run, now, clock) for run in runs}
