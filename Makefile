@@ -10,7 +10,7 @@ ready := .venv/ready
 modules := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard keyformer/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep head worker status stop ui report test test-browser test-metal lint docs lock moved
+.PHONY: help setup sweep head worker status stop ui report test test-browser test-metal test-cluster lint docs lock moved
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s%s\n", $$1, $$2}' Makefile
@@ -40,7 +40,7 @@ report: $(ready)  ## print the last sweep's table again (ARGS="--experiment NAME
 	@$(python) -m pipeline.report $(ARGS)
 
 test: $(ready)  ## run the tests (ARGS="-k name")
-	@$(python) -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not browser and not metal" $(ARGS)
+	@$(python) -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not browser and not metal and not cluster" $(ARGS)
 
 test-browser: $(ready)  ## look at the MLflow UI through a headless chromium
 	@command -v chromium >/dev/null || \
@@ -51,6 +51,12 @@ test-metal: $(ready)  ## run the Metal kernels' source on this CPU, against floa
 	@command -v clang-19 >/dev/null || \
 		{ echo "test-metal: expected clang-19, found none. Install it: apt-get install clang-19 libclang-rt-19-dev" >&2; exit 2; }
 	@$(python) -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m metal tests/metal $(ARGS)
+
+test-cluster: $(ready)  ## break a sweep over several hosts in every way, three times each (root on Linux)
+	@[ "$$(uname)" = Linux ] && [ "$$(id -u)" = 0 ] && command -v ip >/dev/null || \
+		{ echo "test-cluster: expected root on Linux with iproute2, got another. Run it there: sudo make test-cluster" >&2; \
+		exit 2; }
+	@$(python) -m pytest -q -n 0 --times 3 tests/cluster $(ARGS)
 
 lint: $(ready)  ## ruff (rules and format) and mypy
 	@$(python) -m ruff check .
