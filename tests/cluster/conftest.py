@@ -12,7 +12,7 @@ from network import Network
 
 from tests.conftest import write_tiny_model
 
-MEASURED = pytest.StashKey[list[tuple[str, float]]]()
+MEASURED = pytest.StashKey[list[tuple[str, float, str]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,14 +56,18 @@ def expected(whole_desk: Desk) -> dict[str, Result]:
 
 
 @pytest.fixture
-def measured(request: pytest.FixtureRequest) -> Callable[[str, float], None]:
-    """Call it with what was measured and the seconds; printed at the end, the times of one thing in one row."""
-    return lambda what, seconds: request.config.stash[MEASURED].append((what, seconds))
+def measured(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Call it with what was measured, the number and its unit; the numbers of one thing are printed in a row."""
+
+    def measured(what: str, number: float, unit: str = "s") -> None:
+        request.config.stash[MEASURED].append((what, number, unit))
+
+    return measured
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if config.stash[MEASURED]:
         terminalreporter.section("measured")
-        for what in dict.fromkeys(what for what, _ in config.stash[MEASURED]):
-            seconds = " ".join(f"{took:.0f}" for other, took in config.stash[MEASURED] if other == what)
-            terminalreporter.line(f"| {what} | {seconds} s |")
+        for what, unit in dict.fromkeys((what, unit) for what, _, unit in config.stash[MEASURED]):
+            numbers = ", ".join(f"{number:.3g}" for other, number, _ in config.stash[MEASURED] if other == what)
+            terminalreporter.line(f"| {what} | {numbers} {unit} |")

@@ -91,6 +91,11 @@ class Desk:
         shutil.rmtree(self.head.outputs / "mlflow", ignore_errors=True)
         self.start_head()
 
+    def scheduler(self) -> int:
+        """The process id of Dask's scheduler."""
+        (pid,) = self.head.pids("distributed.cli.dask_scheduler")
+        return pid
+
     def give_certificate(self, host: Host) -> None:
         """What a person does with scp."""
         (host.outputs / "cluster").mkdir(parents=True, exist_ok=True)
@@ -185,12 +190,12 @@ class Desk:
         self,
         experiment: str,
         expected: Mapping[str, Result],
-        on: Host | None = None,
+        outputs: Path | None = None,
         failed: Mapping[str, str] | None = None,
     ) -> dict[str, Run]:
         """Everything that must hold at the end of a sweep, whatever happened; returns the FINISHED run of each key.
 
-        failed: a word of the reason, by key of the jobs that can only fail.
+        outputs: the driver's folder; failed: a word of the reason, by key of the jobs that can only fail.
         """
         failed = failed or {}
         runs = self.runs(experiment)
@@ -214,11 +219,14 @@ class Desk:
             assert self.published_answers(done[0]) == expected[key].answers
         (parent,) = self.runs(experiment, "sweep")
         assert parent.info.status == ("FAILED" if failed else "FINISHED") and parent.info.end_time
-        here = results_in((on or self.desk).outputs)
+        outputs = outputs or self.desk.outputs
+        here = results_in(outputs)
         assert here == {k: r for k, r in expected.items() if k not in failed}
         for key in here:
-            folder = (on or self.desk).outputs / "jobs" / key
-            assert json.loads((folder / "published.json").read_text())["run_id"] == finished[key].info.run_id
+            assert (
+                json.loads((outputs / "jobs" / key / "published.json").read_text())["run_id"]
+                == finished[key].info.run_id
+            )
         return finished
 
 

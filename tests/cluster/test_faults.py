@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cluster
 quick = pytest.mark.cluster_quick
 
 Expected = dict[str, Result]
-Measured = Callable[[str, float], None]
+Measured = Callable[..., None]
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_kill_9_of_a_worker(tidy_desk: Desk, expected: Expected, experiment: str
     job = sweep.job()
     sweep.falls_ill(job.host)
     since = time.time()
-    for pid in job.host.pids("dask worker") or job.host.pids("dask_worker"):
-        os.kill(pid, signal.SIGKILL)
+    (worker,) = job.host.pids("distributed.cli.dask_worker")
+    os.kill(worker, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{job.pid}").exists(), 15, "the job ends with its worker")
     assert sweep.ends() == 0, sweep.output
     desk.check(experiment, expected)
@@ -206,8 +206,7 @@ def test_the_scheduler_is_killed(tidy_desk: Desk, expected: Expected, experiment
     job = sweep.job()
     sweep.falls_ill()
     since = time.time()
-    for pid in desk.head.pids("dask scheduler") or desk.head.pids("dask_scheduler"):
-        os.kill(pid, signal.SIGKILL)
+    os.kill(desk.scheduler(), signal.SIGKILL)
     assert sweep.ends() == 0, sweep.output
     no_jobs(desk)
     desk.check(experiment, expected)
@@ -240,11 +239,10 @@ def test_the_head_loses_its_power(tidy_desk: Desk, expected: Expected, experimen
 def mlflow_down(desk: Desk) -> Iterator[None]:
     """The MLflow server is killed, and the head command cannot start another before the block ends."""
     (head,) = desk.head.pids("-m pipeline.cluster head")
+    (mlflow,) = desk.head.pids("mlflow server --host")
     os.kill(head, signal.SIGSTOP)
     try:
-        for pid, command in desk.head.processes().items():
-            if "mlflow" in command and pid != head:
-                os.kill(pid, signal.SIGKILL)
+        os.killpg(mlflow, signal.SIGKILL)
         yield
     finally:
         os.kill(head, signal.SIGCONT)
