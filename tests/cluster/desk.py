@@ -72,8 +72,9 @@ class Desk:
 
     def start_head(self) -> None:
         arguments = ("--host", self.head.address, "--port", str(SCHEDULER_PORT), "--mlflow-port", str(MLFLOW_PORT))
-        self.head.python("-m", "pipeline.cluster", "head", *arguments, "--outputs", "outputs", log="head.log")
-        wait_until(lambda: self.head.inside(self.is_up), 120, f"the head answers; see {self.head.logs}")
+        head = self.head.python("-m", "pipeline.cluster", "head", *arguments, "--outputs", "outputs", log="head.log")
+        wait_until(lambda: head.poll() is not None or self.head.inside(self.is_up), 180, "the head answers")
+        assert head.poll() is None, (self.head.logs / "head.log").read_text()
 
     def is_up(self) -> bool:
         """Whether scheduler and MLflow server are up."""
@@ -245,7 +246,7 @@ class Sweep:
         )  # fmt: skip
         self.longest_idle = dict.fromkeys(MACS, 0.0)
         self.peak_jobs = dict.fromkeys(MACS, 0)
-        self._unwell: dict[str, set[int]] = {name: set() for name in MACS}  # and the jobs it had when it fell ill
+        self._unwell: dict[str, set[int]] = {}  # by host, the processes of jobs that it had when it fell ill
         self._watch = threading.Thread(target=self._look, daemon=True)
         self._watch.start()
 
@@ -295,17 +296,20 @@ class Sweep:
 
     def _look(self) -> None:
         idle_since: dict[str, float] = {}
+        begun = float("inf")
         while self.driver.poll() is None:
             progress = _PROGRESS.findall(self.output)
             total = int(progress[-1][1]) if progress else 10**9
             jobs = {mac.name: set(mac.pids(JOB_PROCESS)) for mac in self.macs}
             waiting = total - max((int(done) for done, _ in progress), default=0) - sum(map(bool, jobs.values()))
             now = time.monotonic()
+            if any(jobs.values()):
+                begun = min(begun, now)
             for name, pids in jobs.items():
                 self.peak_jobs[name] = max(self.peak_jobs[name], len(pids))
                 if name in self._unwell and pids - self._unwell[name]:
                     del self._unwell[name]
-                if pids or waiting <= 0 or name in self._unwell:
+                if pids or waiting <= 0 or name in self._unwell or now < begun:
                     idle_since.pop(name, None)
                 else:
                     idle = now - idle_since.setdefault(name, now)

@@ -187,10 +187,11 @@ def test_a_host_is_added(tidy_desk: Desk, expected: Expected, experiment: str, m
         mac.kill()
     wait_until(lambda: desk.workers() == {"mac1"}, 60, "only mac1 is left")
     sweep = desk.sweep(experiment)
+    sweep.falls_ill(*desk.macs[1:])
     sweep.job()
     since = time.time()
     desk.start_worker(desk.macs[1])
-    wait_until(lambda: desk.macs[1].pids(JOB_PROCESS), 60, f"the new host gets a job; {sweep.output}")
+    wait_until(lambda: desk.macs[1].pids(JOB_PROCESS), 150, f"the new host gets a job; {sweep.output}")
     measured("a host is added: from its start until it has a job", time.time() - since)
     assert sweep.ends() == 0, sweep.output
     finished = desk.check(experiment, expected)
