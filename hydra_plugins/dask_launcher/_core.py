@@ -387,8 +387,8 @@ class _Driver:
     async def _compare(self, host: _Host) -> None:
         if self.own is None:
             self.own = asyncio.create_task(self._describe_own())
-        own, found_here = await asyncio.shield(self.own)
         about = await asyncio.wait_for(self._ask(host, _host.describe, self.outputs), DESCRIBE_S)
+        own, found_here = await asyncio.shield(self.own)
         host.refused = about.get("error") or _difference(own, about)
         if host.refused is not None:
             return
@@ -407,10 +407,11 @@ class _Driver:
         return answers[host.address]
 
     async def _describe_own(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        own = await _host.describe(self.outputs)
-        found = own if "error" in own else await _host.prefetch(self.outputs, json.dumps(self.wanted))
-        if "error" in found:
-            raise _OwnFault(found["error"])
+        own, found = await asyncio.gather(
+            _host.describe(self.outputs), _host.prefetch(self.outputs, json.dumps(self.wanted))
+        )
+        if error := own.get("error") or found.get("error"):
+            raise _OwnFault(error)
         return own, found
 
     # jobs

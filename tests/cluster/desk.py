@@ -267,7 +267,7 @@ class Sweep:
             return next(filter(None, map(job_at_work, on or self.macs)), None)
 
         try:
-            job: Job = wait_until(at_work, 120, "a job at work")
+            job: Job = wait_until(at_work, 240, "a job at work")
         except Gone as error:
             raise Gone(f"{error}; the driver says:\n{self.output}") from None
         return job
