@@ -161,7 +161,9 @@ async def _cluster_command(*arguments: str) -> dict[str, Any]:
     try:
         out, err = await process.communicate()
     except BaseException:
-        process.kill()
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()  # before its event loop closes
         raise
     if process.returncode == 0:
         return {"lines": [json.loads(line) for line in out.splitlines()]}
