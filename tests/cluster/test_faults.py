@@ -294,7 +294,8 @@ def test_answers_to_creates_are_lost(tidy_desk: Desk, expected: Expected, experi
     lossy = desk.head.python(
         str(proxy), str(desk.pem), desk.head.address, str(port), str(MLFLOW_PORT), "4", log=f"{experiment}-proxy.log"
     )
-    sweep = desk.sweep(experiment, MLFLOW_TRACKING_URI=f"https://{desk.head.address}:{port}")
+    through = desk.tracking() | {"MLFLOW_TRACKING_URI": f"https://{desk.head.address}:{port}"}
+    sweep = desk.sweep(experiment, **through)
     assert sweep.ends() == 0, sweep.output
     lossy.kill()
     lost = (desk.head.logs / f"{experiment}-proxy.log").read_text()
