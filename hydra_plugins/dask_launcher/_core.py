@@ -46,8 +46,8 @@ FIRST_HOST_S = 20.0  # at the start: workers come back within 15 s after a resta
 SLOW_HOST_S = 30.0  # what a host may take longer than another to have models and data, before the jobs start
 SILENCE_S = 30.0  # a scheduler that does not answer for so long is lost
 STOP_S = 12.0  # for interrupted jobs: their last words, and the way of the answer
-DESCRIBE_S = 60.0  # for a host to start a process and say what it is; asked LOOKS times
-LOOKS = 3
+DESCRIBE_S = 120.0  # for a host to start a process and say what it is; asked LOOKS times
+LOOKS = 2
 MOST_LOSSES = 10  # a job whose host vanishes each time may be what takes the host down
 
 cloudpickle.register_pickle_by_value(_host)

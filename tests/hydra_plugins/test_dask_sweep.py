@@ -128,7 +128,7 @@ def test_a_sweep_over_two_hosts_leaves_what_one_on_this_machine_leaves(desk: Des
 
 def test_ctrl_c_ends_the_jobs_as_killed_and_the_same_command_finishes_them(desk: Desk) -> None:
     driver = desk.start(*SLOW, *TWO)
-    wait_for(lambda: len([run for run in desk.runs() if run.info.status == "RUNNING"]) == 2, 120)
+    wait_for(lambda: len([run for run in desk.runs() if run.info.status == "RUNNING"]) == 2, 240)
     begin = time.monotonic()
     driver.send_signal(signal.SIGINT)
     said = driver.communicate(timeout=60)[0]
@@ -145,7 +145,7 @@ def test_ctrl_c_ends_the_jobs_as_killed_and_the_same_command_finishes_them(desk:
 
 def test_a_driver_killed_outright_leaves_nothing_running(desk: Desk) -> None:
     driver = desk.start(*SLOW, *TWO)
-    wait_for(lambda: desk.cluster.jobs("mac1") and desk.cluster.jobs("mac2"), 120)
+    wait_for(lambda: desk.cluster.jobs("mac1") and desk.cluster.jobs("mac2"), 240)
     driver.kill()
     driver.communicate()
     wait_for(lambda: not desk.cluster.jobs("mac1") and not desk.cluster.jobs("mac2"))
@@ -157,7 +157,7 @@ def test_a_driver_killed_outright_leaves_nothing_running(desk: Desk) -> None:
 def test_a_job_that_kills_its_process_each_time_is_failed_with_the_reason(desk: Desk) -> None:
     driver = desk.start(*SLOW, *ONE, "hydra.launcher.retries=1")
     for _ in range(2):
-        job = wait_for(lambda: desk.cluster.jobs("mac1") or desk.cluster.jobs("mac2"), 120)[0]
+        job = wait_for(lambda: desk.cluster.jobs("mac1") or desk.cluster.jobs("mac2"), 240)[0]
         wait_for(lambda: [run for run in desk.runs() if run.info.status == "RUNNING"], 60)
         job.kill()
         wait_for(lambda job=job: not job.is_running())
@@ -189,13 +189,14 @@ def test_a_host_with_other_code_gets_no_jobs(desk: Desk) -> None:
 def test_no_host_that_can_do_it_stops_before_anything_starts(desk: Desk, tmp_path: Path) -> None:
     (desk.folder / "driver" / "hydra_plugins" / "dask_launcher" / "_job.py").open("a").write("\n# newer\n")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "pipeline.py").touch()  # hides the package
     desk.cluster.kill("mac2")
     desk.cluster.start_worker("mac2", tmp_path / "empty", PYTHONPATH="")  # no project there
     code, said = desk.run(*QUICK, *ONE)
     assert code == 2 and "Traceback" not in said, said
     assert re.search(r"^error: expected a host that can do this sweep, got 2 that cannot:$", said, re.M)
     assert re.search(r"^  mac1: other code.*git pull && make setup", said, re.M)
-    assert re.search(r"^  mac2: .*pipeline.*in .*empty", said, re.M)
+    assert re.search(r"^  mac2: .*pipeline.cluster.*in .*empty", said, re.M)
     for name in ("mac1", "mac2"):
         desk.cluster.kill(name)
     code, said = desk.run(*QUICK, *ONE)
