@@ -501,7 +501,7 @@ class KeyformerKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         self._ask_now()
         if self.keys is not None:
             self._select()  # still part of the prompt: the temperature is that of step 0
-        self._read = None
+        self._read = self._new = None  # the last chunk's keys are not to live on
         self._in_prompt = False
         self._announced = False
 
