@@ -68,6 +68,7 @@ class _Job:
     folder: str | None = None  # relative to the project of whichever host
     memory: int = 0  # bytes that it needs
     deaths: int = 0
+    attempt: str | None = None  # the MLflow run of the last attempt that died with one
     losses: int = 0
     died_at: set[str] = field(default_factory=set)
     returned: JobReturn | None = None
@@ -510,7 +511,8 @@ class _Driver:
         job.died_at.add(host)
         how = f"its process died on {host} ({_ending(answer['status'])})"
         again = job.deaths <= self.retries
-        await asyncio.to_thread(_end_attempt, job.cfg, answer["attempt"], None if again else f"{how}, try {job.deaths}")
+        job.attempt = answer["attempt"] or job.attempt  # this one may have died before it had a run
+        await asyncio.to_thread(_end_attempt, job.cfg, job.attempt, None if again else f"{how}, try {job.deaths}")
         if again:
             self.waiting.append(job)
             self._say(f"{job.name}: {how}; try {job.deaths + 1} of {self.retries + 1} follows")
@@ -630,11 +632,13 @@ def _end_attempt(cfg: DictConfig, run_id: str | None, failure: str | None) -> No
         return
     from pipeline import tracking
 
-    run = tracking.JobRun(cfg.sweep.uri, run_id)
-    if failure is None:
-        run.kill("its process died")
-    else:
-        run.fail(failure)
+    status, reason = ("KILLED", "its process died") if failure is None else ("FAILED", failure)
+    try:
+        with tracking.talking_to(cfg.sweep.uri) as client:
+            if client.get_run(run_id).info.status in ("RUNNING", "KILLED"):
+                tracking.end(client, run_id, status, reason)
+    except Exception as error:  # its lease runs out
+        print(f"the run {run_id} could not be set {status}: {error}", flush=True)
 
 
 def _sweep(cfg: DictConfig) -> Any:

@@ -36,7 +36,7 @@ def run_job(key: str, payload: bytes, folder: str | None) -> dict[str, Any]:
     try:
         return _run_job(key, payload, folder)
     except OSError as error:  # a full or read-only disk, no more processes: nothing of the job's doing
-        return {"kind": "unfit", "reason": f"it cannot start jobs ({error})"}
+        return {"kind": "unfit", "reason": f"it cannot run jobs ({error})"}
 
 
 def _run_job(key: str, payload: bytes, folder: str | None) -> dict[str, Any]:
@@ -78,6 +78,7 @@ def _run_job(key: str, payload: bytes, folder: str | None) -> dict[str, Any]:
         if result.is_file():
             answer = pickle.loads(result.read_bytes())
         else:
+            (Path(scratch) / "probe").write_bytes(bytes(2**16))  # OSError: on a full disk a job dies without a word
             answer = {"kind": "interrupted" if interrupted else "died", "status": process.returncode}
             answer["attempt"] = _attempt(folder, started)
         answer["seconds"] = seconds

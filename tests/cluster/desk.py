@@ -272,7 +272,7 @@ class Sweep:
             raise Gone(f"{error}; the driver says:\n{self.output}") from None
         return job
 
-    def ends(self, seconds: float = 240) -> int:
+    def ends(self, seconds: float = 600) -> int:
         """The driver's exit code."""
         try:
             self.driver.wait(seconds)
