@@ -51,7 +51,9 @@ LOOKS = 2
 MOST_LOSSES = 10  # a job whose host vanishes each time may be what takes the host down
 
 cloudpickle.register_pickle_by_value(_host)
-logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what matters of it we say ourselves
+for _name in list(logging.root.manager.loggerDict):
+    if _name.partition(".")[0] == "distributed":  # what matters of it we say ourselves; its modules have own levels
+        logging.getLogger(_name).setLevel(logging.CRITICAL)
 
 
 class JobFailed(RuntimeError):

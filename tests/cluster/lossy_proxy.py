@@ -1,7 +1,7 @@
 """`python lossy_proxy.py PEM ADDRESS PORT SERVER_PORT LOSE`: an HTTPS way to the MLflow server of the same address.
 
-Every request is handed on; the answers to the first LOSE requests that create a run or an experiment are lost, so that
-the server has done what the client will ask for again. One line on stdout for each.
+Every request is handed on. Of the first 2 * LOSE requests that create a run every other answer is lost, and of those that
+create an experiment likewise: the server has done what the client asks for again. One line on stdout for each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 pem, address, port, server_port, lose = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 trusted = ssl.create_default_context(cafile=pem)
-creations = itertools.count()
+creations = {"experiments/create": itertools.count(), "runs/create": itertools.count()}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -25,7 +25,9 @@ class Handler(BaseHTTPRequestHandler):
         server.request(self.command, self.path, body, headers)
         answer = server.getresponse()
         content = answer.read()
-        if self.path.endswith(("runs/create", "experiments/create")) and next(creations) < lose:
+        counting = creations.get(self.path.partition("/mlflow/")[2])
+        number = next(counting) if counting else 1
+        if number < 2 * lose and number % 2 == 0:
             print("lost the answer to", self.path, flush=True)
             self.close_connection = True
             return
