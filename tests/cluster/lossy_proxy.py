@@ -1,7 +1,7 @@
 """`python lossy_proxy.py PEM ADDRESS PORT SERVER_PORT LOSE`: an HTTPS way to the MLflow server of the same address.
 
-Every request is handed on. Of the first 2 * LOSE requests that create a run every other answer is lost, and of those that
-create an experiment likewise: the server has done what the client asks for again. One line on stdout for each.
+Every request is handed on. Of the first 2 * LOSE requests that create a run every other answer is lost, and of those
+that create an experiment likewise: the server has done what the client asks for again. One line on stdout for each.
 """
 
 from __future__ import annotations

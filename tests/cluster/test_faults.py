@@ -1,7 +1,8 @@
 """Whatever happens to a sweep over several machines: each job FINISHED exactly once, nothing left RUNNING, no healthy
 host idle while jobs wait, and the same results as of the undisturbed run.
 
-`make test-cluster` runs all of it, each test several times; CI those marked cluster_quick.
+`make test-cluster` runs all of it, each test several times. CI runs those marked cluster_quick: what the launcher's own
+tests, with processes on one address, cannot do.
 """
 
 from __future__ import annotations
@@ -75,7 +76,6 @@ def test_nothing_happens(tidy_desk: Desk, expected: Expected, experiment: str, m
     assert len(desk.runs(experiment)) == len(expected)
 
 
-@quick
 def test_kill_9_of_a_job(tidy_desk: Desk, expected: Expected, experiment: str, measured: Measured) -> None:
     desk = tidy_desk
     sweep = desk.sweep(experiment)
@@ -88,7 +88,6 @@ def test_kill_9_of_a_job(tidy_desk: Desk, expected: Expected, experiment: str, m
     measured("kill -9 of a job: until it begins again", began_again(desk, experiment, job, since))
 
 
-@quick
 def test_kill_9_of_a_worker(tidy_desk: Desk, expected: Expected, experiment: str, measured: Measured) -> None:
     """The worker process dies, its job ends with it, and the worker command starts another."""
     desk = tidy_desk
@@ -180,7 +179,6 @@ def test_a_laptop_sleeps(
     measured(f"asleep for {seconds} s: until its job begins elsewhere", began_again(desk, experiment, job, since))
 
 
-@quick
 def test_a_host_is_added(tidy_desk: Desk, expected: Expected, experiment: str, measured: Measured) -> None:
     desk = tidy_desk
     for mac in desk.macs[1:]:
@@ -249,7 +247,6 @@ def mlflow_down(desk: Desk) -> Iterator[None]:
         os.kill(head, signal.SIGCONT)
 
 
-@quick
 def test_mlflow_is_killed_for_10_s(tidy_desk: Desk, expected: Expected, experiment: str, measured: Measured) -> None:
     desk = tidy_desk
     sweep = desk.sweep(experiment)
@@ -304,7 +301,6 @@ def test_answers_to_creates_are_lost(tidy_desk: Desk, expected: Expected, experi
     sweep.nobody_idled()
 
 
-@quick
 def test_ctrl_c_and_the_same_command_again(
     tidy_desk: Desk, expected: Expected, experiment: str, measured: Measured
 ) -> None:
@@ -325,7 +321,6 @@ def test_ctrl_c_and_the_same_command_again(
     again.nobody_idled()
 
 
-@quick
 def test_kill_9_of_the_driver_and_the_same_command_again(
     tidy_desk: Desk, expected: Expected, experiment: str, measured: Measured
 ) -> None:
@@ -365,7 +360,6 @@ def killed_wherever_it_runs(desk: Desk, key: str) -> Iterator[list[Job]]:
         thread.join()
 
 
-@quick
 def test_a_poison_job(tidy_desk: Desk, expected: Expected, experiment: str) -> None:
     desk = tidy_desk
     poison = min(expected)
@@ -433,7 +427,6 @@ def editable(tidy_desk: Desk) -> Iterator[Desk]:
         host.copy_code()
 
 
-@quick
 def test_code_is_changed_between_two_sweeps(editable: Desk, expected: Expected, experiment: str) -> None:
     """Workers that stay up run the new code; a host that has the old code is refused."""
     desk = editable
