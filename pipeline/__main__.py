@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -329,29 +329,33 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
     here = all((outputs / "jobs" / job.key / "published.json").is_file() for job in jobs)
     if hasattr(launcher, "preflight") and cfg.job is None and not here:
         launcher.preflight(str(outputs), [_wanted(job) for job in jobs])
-    sweep, left = None, jobs
-    if "publish" in cfg.stages:
-        try:
-            uri = _tracking_uri(master, cfg, outputs)
-            sweep = tracking.open_sweep(
-                uri, cfg.experiment_name, sweep_key, {"jobs": len(jobs), "overrides": str(master.hydra.overrides.task)}
-            )
-            if "generate" in cfg.stages:
-                _publish_what_is_home(sweep, jobs, outputs)
-                finished = tracking.finished(sweep, [j.key for j in jobs])
-                left = [j for j in jobs if j.key not in finished]
-        except tracking.TrackingUnreachable as error:
-            console.print(f"[yellow]warning[/]: {error}")
-    skipped = len(jobs) - len(left)
-    console.print(f"{count} in experiment {cfg.experiment_name}" + (f", {skipped} already finished" if skipped else ""))
+    sweep, left, ran = None, jobs, list[_Job]()
     status, failed = "KILLED", 0
     try:
+        if "publish" in cfg.stages:
+            try:
+                uri = _tracking_uri(master, cfg, outputs)
+                overrides = str(master.hydra.overrides.task)
+                sweep = tracking.open_sweep(
+                    uri, cfg.experiment_name, sweep_key, {"jobs": len(jobs), "overrides": overrides}
+                )
+                if "generate" in cfg.stages:
+                    _publish_what_is_home(sweep, jobs, outputs)
+                    finished = tracking.finished(sweep, [j.key for j in jobs])
+                    left = [j for j in jobs if j.key not in finished]
+            except tracking.TrackingUnreachable as error:
+                console.print(f"[yellow]warning[/]: {error}")
+        skipped = f", {len(jobs) - len(left)} already finished" if len(left) < len(jobs) else ""
+        console.print(f"{count} in experiment {cfg.experiment_name}{skipped}")
+        ran = left
         failed = _launch(launcher, left, sweep_key, sweep)
         status = "FAILED" if failed else "FINISHED"
     finally:
         if sweep is not None:
-            _publish_what_is_home(sweep, left, outputs)
-            _close(sweep, outputs, status)
+            try:
+                _publish_what_is_home(sweep, ran, outputs)
+            finally:
+                _close(sweep, outputs, status)
     if sweep is None:
         console.print(
             f"results are in {outputs / 'jobs'}; publish them later with `python -m pipeline.tracking publish`"
@@ -487,6 +491,10 @@ def _close(sweep: Any, outputs: Path, status: str) -> None:
         tracking.close_sweep(sweep, status, shown.files if shown else None)
     except tracking.TrackingUnreachable as error:
         console.print(f"[yellow]warning[/]: {error}")
+    except KeyboardInterrupt:  # enough waiting; but the parent must not stay RUNNING
+        with suppress(tracking.TrackingUnreachable):
+            tracking.close_sweep(sweep, "KILLED")
+        raise
     if shown is None:
         return
     console.print(shown.table)

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
+from pipeline import tracking
 from pipeline.__main__ import main
 from tests.conftest import write_tiny_model
 
@@ -250,6 +251,25 @@ def test_a_damaged_line_of_a_finished_job_costs_nothing(
         assert main(arguments) == 0
         assert answers(tmp_path) == whole
     assert main([*command(tmp_path, tiny_model_folder, "policy=h2o")]) == 0
+
+
+@pytest.mark.parametrize("where", ["finished", "_SweepRun.settle"])
+def test_ctrl_c_before_and_after_the_jobs_ends_the_sweep_as_well(
+    where: str, tracked: MlflowClient, tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *inside, name = where.split(".")
+    place = getattr(tracking, inside[0]) if inside else tracking
+    real, calls = getattr(place, name), []
+
+    def interrupted_once(*given: Any, **options: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return real(*given, **options)
+
+    monkeypatch.setattr(place, name, interrupted_once)
+    assert main(command(tmp_path, tiny_model_folder, "policy=h2o", "task.items=2")) == 130
+    assert [r.info.status for r in runs(tracked, tmp_path.name, "sweep")] == ["KILLED"]
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
