@@ -211,6 +211,7 @@ def _run_stages(cfg: DictConfig, folder: Path, name: str) -> dict[str, float]:
     data = Path(cfg.outputs) / "data" / cfg.sweep.data
     if "generate" in cfg.stages:
         model_folder, data = _prepared(cfg, data)
+        _check_unchanged(cfg, model_folder)
         _describe(cfg, folder, name, model_folder, data)
     sweep = None if cfg.sweep.run_id is None else tracking.Sweep(
         cfg.sweep.uri, cfg.sweep.experiment_id, cfg.sweep.run_id, cfg.experiment_name, cfg.sweep.key
@@ -281,6 +282,18 @@ def _prepared(cfg: DictConfig, data: Path) -> tuple[models.ModelFolder, Path]:
             f"{socket.gethostname()}: the data set or a library differs there; fetch the same data and run `make setup`"
         )
     return model_folder, made.path
+
+
+def _check_unchanged(cfg: DictConfig, model_folder: models.ModelFolder) -> None:
+    """HostUnfit where this process would do another job than the one that the driver named.
+
+    Hosts are compared when they join; their files may change while the sweep runs, and each job reads them anew.
+    """
+    if _on_several_machines() and job_key(cfg, model_folder, cfg.sweep.data) != cfg.sweep.job:
+        raise HostUnfit(
+            f"expected the job {cfg.sweep.job} as the sweep began, got another: code, libraries or model changed on "
+            f"{socket.gethostname()} (commit {git_commit()}); bring it to the sweep's commit and give the command again"
+        )
 
 
 @contextmanager

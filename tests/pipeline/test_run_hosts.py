@@ -131,3 +131,10 @@ def test_a_machine_with_other_data_or_without_the_model_is_refused(drive: Drive,
     assert drive.run_on(tmp_path / "mac", model__path=nowhere).startswith("raised HostUnfit expected a model folder")
     assert drive.run_on(tmp_path / "mac", launcher="basic", model__path=nowhere).startswith("raised StopSweep expected")
     assert not drive.runs()
+
+
+def test_a_machine_whose_code_changed_since_the_sweep_began_is_refused(drive: Drive, tmp_path: Path) -> None:
+    told = drive.run_on(tmp_path / "mac", policy__window=7)  # as if a file that the job's key depends on were another
+    assert told.startswith(f"raised HostUnfit expected the job {drive.key} as the sweep began, got another: ")
+    assert not drive.runs()
+    assert drive.run_on(tmp_path / "mac").startswith("returned")
