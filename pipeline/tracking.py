@@ -41,7 +41,7 @@ from omegaconf import OmegaConf
 
 from pipeline import embedded_server
 from pipeline.errors import BadInput
-from pipeline.leases import BEAT_S, LEASE_S, Watch, is_mine, looks_alive, process_lives, signs_of_life
+from pipeline.leases import BEAT_S, LEASE_S, Watch, is_mine, lease_of, looks_alive, process_lives, signs_of_life
 from pipeline.tracking_server import OUTPUTS, TrackingUnreachable, resolve_uri, server_time, talking_to
 
 PARAM_CHARS = 500
@@ -331,11 +331,12 @@ class _SweepRun(JobRun):
                 known |= {run.info.run_id: False for run in jobs if is_mine(run)}
             at_work = {run.data.tags.get("mlflow.parentRunId") for run in jobs if known[run.info.run_id] is not False}
             for run in running:
-                alive = known[run.info.run_id]
-                if alive is False and run.data.tags["kind"] == "job":
-                    end(client, run.info.run_id, "KILLED", DEAD_JOB)
-                elif alive is False and run.info.run_id not in at_work:
-                    end(client, run.info.run_id, "KILLED", DEAD_SWEEP)
+                job = run.data.tags["kind"] == "job"
+                if known[run.info.run_id] is not False or (not job and run.info.run_id in at_work):
+                    continue
+                now_there = client.get_run(run.info.run_id)  # it may have come back since the search, and finished
+                if now_there.info.status == "RUNNING" and lease_of(now_there) == lease_of(run):
+                    end(client, run.info.run_id, "KILLED", DEAD_JOB if job else DEAD_SWEEP)
             return [run for run in running if known[run.info.run_id] is None]
 
     def settle(self, client: MlflowClient, *, wait: bool) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -154,6 +154,25 @@ def test_a_host_that_comes_back_publishes_what_nobody_else_has(
     assert {run.info.run_id: run.info.status for run in runs_of(sweep)} == {lost: "KILLED", new: "FINISHED"}
     time.sleep(2 * BEAT_S)  # nor does its lease bring it back
     assert status(sweep, lost) == "KILLED"
+
+
+def test_a_job_that_finishes_while_it_is_found_dead_stays_finished(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fabricate(tmp_path, "k1", [1.0])
+    tracking.start_job(sweep, folder).let_go()
+    published: list[str] = []
+
+    class TooLate(leases.Watch):
+        def look(self, runs: Iterable[Run], now: float) -> dict[str, bool | None]:
+            verdicts: dict[str, bool | None] = {run.info.run_id: False for run in runs}
+            published.append(tracking.publish_job(sweep, folder))  # after we read it as RUNNING
+            return verdicts
+
+    lease = tracking._leases[sweep.uri, sweep.run_id]
+    monkeypatch.setattr(lease, "_watch", TooLate())
+    lease.bury_the_dead(MlflowClient(sweep.uri))
+    assert status(sweep, published[0]) == "FINISHED"
 
 
 def test_a_run_that_is_ended_while_it_is_filled_stays_ended(
