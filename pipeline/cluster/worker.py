@@ -26,15 +26,15 @@ def worker(outputs: Path, head: str | None, name: str | None) -> int:
         missing = why_no_scheduler(there)  # another certificate ends the command here; later it may be replaced
         waited = 0.0
         while not told.is_set():
-            if missing is None:
-                waited = 0.0
-                _work(there, outputs, name, told)
-            else:
-                if not waited:
-                    say(f"{missing}; is `make head` running there? Trying again until it answers.")
-                waited = min(max(1.0, 2 * waited), LONGEST_PAUSE_S)
-                told.wait(waited)
             try:
+                if missing is None:
+                    waited = 0.0
+                    _work(there, outputs, name, told)
+                else:
+                    if not waited:
+                        say(f"{missing}; is `make head` running there? Trying again until it answers.")
+                    waited = min(max(1.0, 2 * waited), LONGEST_PAUSE_S)
+                    told.wait(waited)
                 there = joined(outputs, head)
                 missing = why_no_scheduler(there)
             except BadInput as error:

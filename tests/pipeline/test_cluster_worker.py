@@ -190,6 +190,22 @@ def test_a_certificate_of_another_cluster(serving: Path, tmp_path: Path) -> None
     assert done.stderr.count("\n") == 1
 
 
+def test_a_head_with_a_new_certificate_is_waited_for(outputs: Path, tmp_path: Path) -> None:
+    first = scheduler(outputs)
+    with running("worker", "--name", "mac1", outputs=outputs) as command:
+        command.says("mac1 works for")
+        first.stop()
+        port = int(joined(outputs).scheduler.rpartition(":")[2])
+        join.make(tmp_path / "head", HOST, port, 5050)
+        second = scheduler(tmp_path / "head")
+        command.says("got one with another certificate; copy it again")
+        join.pem_path(outputs).write_bytes(join.pem_path(tmp_path / "head").read_bytes())
+        command.says("mac1 works for", 2)
+        command.end()
+        second.stop()
+    assert left_behind(outputs) == []
+
+
 def test_without_a_certificate(tmp_path: Path) -> None:
     done = ended("worker", outputs=tmp_path / "none")
     assert done.returncode == 2
