@@ -284,19 +284,23 @@ class _Driver:
     async def _connect(self, patience_s: float) -> Client:
         deadline = time.monotonic() + patience_s
         while True:
-            try:
-                return await Client(
-                    self.cluster.scheduler,
-                    security=self.cluster.security(),
-                    timeout=CONNECT_S,
-                    asynchronous=True,
-                    set_as_default=False,
-                )
+            client = Client(
+                self.cluster.scheduler,
+                security=self.cluster.security(),
+                timeout=CONNECT_S,
+                asynchronous=True,
+                set_as_default=False,
+            )
+            try:  # the time is ours as well: Dask waits for ever for what answers TLS and is no scheduler
+                return await asyncio.wait_for(client, 2 * CONNECT_S)
             except (OSError, ValueError) as error:
+                with suppress(Exception):
+                    await asyncio.wait_for(client.close(), CONNECT_S)
                 if time.monotonic() > deadline:
+                    reason = str(error.__cause__ or error) or "no answer"
                     raise BadInput(
                         f"expected a scheduler at {self.cluster.scheduler}, got none that lets us in "
-                        f"({error.__cause__ or error}); start it there with `make head`, and have its newest "
+                        f"({reason}); start it there with `make head`, and have its newest "
                         f"{Path(self.outputs) / 'cluster' / 'join.pem'} here"
                     ) from error
                 await asyncio.sleep(min(self.poll_s, 1))

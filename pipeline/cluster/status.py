@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pipeline.errors import BadInput
 from .join import Joined, joined
 from .reach import ask_mlflow, why_no_mlflow, why_no_scheduler
 
+_CONNECT_S = 5.0
 _ANSWER_S = 60.0  # a busy machine takes a while to start Python
 
 
@@ -61,7 +63,17 @@ def status(outputs: Path, head: str | None) -> int:
 async def _hosts(there: Joined, outputs: str) -> list[dict[str, Any]]:
     """One entry per worker: its name, the jobs that it runs, and what the machine says of itself or why it does not."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a machine with other code must answer too
-    async with Client(there.scheduler, security=there.security(), asynchronous=True, timeout=10) as client:
+    client = Client(there.scheduler, security=there.security(), asynchronous=True, timeout=_CONNECT_S)
+    try:  # the time is ours as well: Dask waits for ever for what answers TLS and is no scheduler
+        await asyncio.wait_for(client, 2 * _CONNECT_S)
+    except (OSError, ValueError) as error:
+        with suppress(Exception):
+            await asyncio.wait_for(client.close(), _CONNECT_S)
+        raise BadInput(
+            f"expected a scheduler at {there.scheduler}, got something else ({error or 'no answer'}); give the address "
+            "that `make head` printed"
+        ) from error
+    async with client:
         workers = (await client.scheduler.identity(n_workers=-1))["workers"]
         running = await client.processing()
 

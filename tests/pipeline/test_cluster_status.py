@@ -11,9 +11,11 @@ import pytest
 from distributed import Client
 from mlflow.tracking import MlflowClient
 
+from hydra_plugins.dask_launcher import _core
 from pipeline import models, run, tracking
 from pipeline.cluster import join
 from pipeline.cluster.status import Progress, in_progress
+from pipeline.errors import BadInput
 from tests.cluster_processes import HOST, Head, ended, free_port, left_behind, running, started
 
 
@@ -31,6 +33,16 @@ def test_without_a_worker_and_without_a_sweep(head: Head) -> None:
     assert f"scheduler {head.there.scheduler}   MLflow {head.there.mlflow}" in done.stdout
     assert "no worker has joined: `make worker` on each machine" in done.stdout
     assert "no sweep in progress" in done.stdout
+
+
+def test_the_port_of_mlflow_instead_of_the_scheduler_is_told_within_seconds(head: Head) -> None:
+    address = str(head.there.mlflow).removeprefix("https://")
+    done = ended("status", "--head", address, outputs=head.outputs)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: expected a scheduler at tls://{address}, got something else")
+    options = {"retries": 0, "poll_s": 1, "wait_for_hosts_s": 5, "head": address}
+    with pytest.raises(BadInput, match=f"expected a scheduler at tls://{address}, got none that lets us in"):
+        _core.preflight(options, str(head.outputs), [{"model": {}, "task": {}, "memory": 0}])
 
 
 def test_machines_jobs_and_sweeps(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
