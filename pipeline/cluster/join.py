@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 SCHEDULER_PORT = 8786
 MLFLOW_PORT = 5050
 _VALID_DAYS = 3650
-_HOST = r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?"  # a name or an IPv4 address
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"  # longer or empty ones make the resolver raise UnicodeError
+_HOST = rf"{_LABEL}(?:\.{_LABEL})*"  # a name or an IPv4 address
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,22 @@ def test_an_unencrypted_scheduler_of_this_machine_needs_no_certificate(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "head", ["tcp://10.1.2.3:8786", "tcp://127.0.0.1", "a b", "", ":1", "h:0", "h:70000", "http://h", "h:x", "-h", "h/"]
+    "head",
+    [
+        "tcp://10.1.2.3:8786",
+        "tcp://127.0.0.1",
+        "a b",
+        "",
+        ":1",
+        "h:0",
+        "h:70000",
+        "http://h",
+        "h:x",
+        "-h",
+        "h/",
+        "a..b",
+        64 * "a",
+    ],
 )
 def test_addresses_that_cannot_work(made: Path, head: str) -> None:
     with pytest.raises(BadInput, match=r"head: expected .*, got .*; "):
