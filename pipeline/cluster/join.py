@@ -13,7 +13,7 @@ import os
 import re
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ class Joined:
     mlflow: str | None  # https://host:port; None for a scheduler without a head (tcp)
     pem: Path | None  # join.pem, absolute; None for tcp
     user: str | None = None  # MLflow's, where the head asks for one
-    password: str | None = None
+    password: str | None = field(default=None, repr=False)  # a traceback or a log may show the rest
 
     def security(self) -> Security | None:
         """For distributed.Client(scheduler, security=...): TLS with the shared certificate, nothing unencrypted."""

@@ -98,6 +98,12 @@ def test_a_login_is_kept_until_the_certificate_goes(made: Path) -> None:
     assert environment["MLFLOW_TRACKING_PASSWORD"] == "first"
 
 
+def test_what_a_cluster_looks_like_in_a_log_has_no_password(tmp_path: Path) -> None:
+    there = join.make(tmp_path, "127.0.0.1", 8786, 5050, ("admin", "very secret"))
+    assert there.password == "very secret"
+    assert "very secret" not in f"{there} {there!r}"
+
+
 def test_secrets_come_from_the_key_and_differ_by_purpose(made: Path) -> None:
     pem = join.pem_path(made)
     assert join.secret(pem, "a") == join.secret(pem, "a") != join.secret(pem, "b")
