@@ -41,6 +41,7 @@ from pipeline.errors import BadInput
 
 from . import _host
 
+LONGEST_POLL_S = 60.0  # a host that is lost is noticed when the scheduler is asked
 CONNECT_S = 5.0  # for a scheduler to answer at the start
 FIRST_HOST_S = 20.0  # at the start: workers come back within 15 s after a restart of the scheduler
 SLOW_HOST_S = 30.0  # what a host may take longer than another to have models and data, before the jobs start
@@ -214,10 +215,13 @@ class _Driver:
         self.retries, self.poll_s = int(options["retries"]), float(options["poll_s"])
         self.wait_for_hosts_s = float(options["wait_for_hosts_s"])
         for name, value in (("retries", self.retries), ("wait_for_hosts_s", self.wait_for_hosts_s)):
-            if value < 0:
+            if not value >= 0:  # nan neither
                 raise BadInput(f"hydra.launcher.{name}: expected a number of at least 0, got {value!r}.")
-        if self.poll_s <= 0:
-            raise BadInput(f"hydra.launcher.poll_s: expected seconds, more than 0, got {self.poll_s!r}.")
+        if not 0 < self.poll_s <= LONGEST_POLL_S:
+            raise BadInput(
+                f"hydra.launcher.poll_s: expected seconds, more than 0 and at most {LONGEST_POLL_S:.0f}, "
+                f"got {self.poll_s!r}."
+            )
         self.cluster = joined(Path(outputs), options["head"])
         self.outputs, self.wanted, self.checked = outputs, list(wanted), dict(checked or {})
         self.jobs, self.waiting = list(jobs), list(jobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import math
 import os
 import re
 import tarfile
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from hydra_plugins.dask_launcher import _core, _host
+from pipeline.errors import BadInput
 
 
 def job_folder(folder: Path) -> Path:
@@ -77,6 +79,16 @@ OWN = {
 def test_what_differs_is_named_with_what_mends_it(there: dict[str, Any], said: str | None) -> None:
     difference = _core._difference(OWN, OWN | {"host": "mac1"} | there)
     assert difference is None if said is None else re.search(said, difference or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("poll_s", 0), ("poll_s", math.nan), ("poll_s", math.inf), ("wait_for_hosts_s", math.nan), ("retries", -1)],
+)
+def test_options_that_would_let_a_sweep_hang_are_refused(name: str, value: float, tmp_path: Path) -> None:
+    options = {"head": "tcp://127.0.0.1:1", "retries": 1, "poll_s": 1, "wait_for_hosts_s": 1} | {name: value}
+    with pytest.raises(BadInput, match=rf"hydra.launcher.{name}: expected .*, got "):
+        _core.preflight(options, str(tmp_path), [])
 
 
 def test_another_model_or_other_data_is_named() -> None:
