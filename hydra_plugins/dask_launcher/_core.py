@@ -19,7 +19,6 @@ import logging
 import os
 import signal
 import tarfile
-import tempfile
 import threading
 import time
 import traceback
@@ -657,8 +656,11 @@ def _sweep(cfg: DictConfig) -> Any:
     return tracking.Sweep(cfg.sweep.uri, cfg.sweep.experiment_id, cfg.sweep.run_id, cfg.experiment_name, cfg.sweep.key)
 
 
+_LAST = {"score.json": 1, "published.json": 2}  # with the first a folder counts as finished
+
+
 def _unpack(packed: bytes, folder: Path) -> None:
-    """The files of a job into its folder here, each whole or not at all, the note of its publishing last.
+    """The files of a job into its folder here, each whole or not at all; what says that it is whole comes last.
 
     A folder that another process of this machine works in is left alone: its own result is as good.
     """
@@ -670,15 +672,18 @@ def _unpack(packed: bytes, folder: Path) -> None:
             return
         with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as tar:
             members = [member for member in tar.getmembers() if member.isfile()]
-            for member in sorted(members, key=lambda member: member.name == "published.json"):
-                if Path(member.name).name != member.name:
+            for member in sorted(members, key=lambda member: _LAST.get(member.name, 0)):
+                if Path(member.name).name != member.name or member.name == "..":
                     raise OSError(f"expected plain file names in a job's folder, got {member.name!r}")
                 content = tar.extractfile(member)
                 assert content is not None
-                with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as temporary:
-                    temporary.write(content.read())
-                os.utime(temporary.name, (member.mtime, member.mtime))
-                os.replace(temporary.name, folder / member.name)
+                draft = folder / ".arriving.tmp"
+                try:
+                    draft.write_bytes(content.read())
+                    os.utime(draft, (member.mtime, member.mtime))
+                    os.replace(draft, folder / member.name)
+                finally:
+                    draft.unlink(missing_ok=True)
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

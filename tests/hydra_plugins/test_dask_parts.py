@@ -38,6 +38,15 @@ def test_a_jobs_folder_arrives_with_its_times_and_without_locks(tmp_path: Path) 
     assert (here / "score.json").stat().st_mtime == 1_700_000_000.25  # publishing compares it with published.json's
 
 
+def test_a_folder_that_arrives_in_part_is_not_taken_for_a_finished_one(tmp_path: Path) -> None:
+    there, here = job_folder(tmp_path / "there"), tmp_path / "here"
+    (there / "telemetry.json").write_text("{}")
+    (here / "telemetry.json").mkdir(parents=True)  # cannot be written, as on a full disk
+    with pytest.raises(OSError):
+        _core._unpack(_host._packed(there), here)
+    assert {path.name for path in here.iterdir()} == {".lock", "responses.jsonl", "telemetry.json"}
+
+
 def test_a_folder_somebody_works_in_is_left_alone(tmp_path: Path) -> None:
     packed = _host._packed(job_folder(tmp_path / "there"))
     (tmp_path / "here").mkdir()
