@@ -103,7 +103,9 @@ the same command again goes on with what is missing.""",
     parser.add_argument(
         "-m", "--multirun", action="store_true", help="sweep over every combination of comma-separated values"
     )
-    parser.add_argument("--dry-run", action="store_true", help="validate and list the jobs, run nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list the jobs and their memory, run none; makes missing models and data"
+    )
     parser.add_argument("--cfg", action="store_true", help="print the composed configuration of every job and exit")
     return parser
 
@@ -327,7 +329,8 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
         return 0
     launcher = _launcher(master)
     here = all((outputs / "jobs" / job.key / "published.json").is_file() for job in jobs)
-    if hasattr(launcher, "preflight") and cfg.job is None and not here:
+    surveys = hasattr(launcher, "preflight") and cfg.job is None
+    if surveys and not here:
         launcher.preflight(str(outputs), [_wanted(job) for job in jobs])
     sweep, left, ran = None, jobs, list[_Job]()
     status, failed = "KILLED", 0
@@ -347,6 +350,8 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
                 console.print(f"[yellow]warning[/]: {error}")
         skipped = f", {len(jobs) - len(left)} already finished" if len(left) < len(jobs) else ""
         console.print(f"{count} in experiment {cfg.experiment_name}{skipped}")
+        if surveys and here and left:  # published elsewhere, or nobody can say
+            launcher.preflight(str(outputs), [_wanted(job) for job in left])
         ran = left
         failed = _launch(launcher, left, sweep_key, sweep)
         status = "FAILED" if failed else "FINISHED"

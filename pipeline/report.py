@@ -355,7 +355,7 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]
                 "budget": _budget_text(row["budget"]),
                 "accuracy [95 %]": number(row["accuracy"], ".2f", row["accuracy_low"], row["accuracy_high"])
                 if row["accuracy"] is not None
-                else "failed",
+                else "no result",
                 "vs full [95 %]": difference,
                 "perplexity": number(row["task/perplexity"], ".2f"),
                 "KV MB": mega(row["kv/bytes_decode_peak"]),

@@ -228,7 +228,7 @@ def _run_stages(cfg: DictConfig, folder: Path, name: str) -> dict[str, float]:
             clock = time.perf_counter()
             requests = read_requests(data / "requests.jsonl")
             missing, unusable = check_responses(data / "requests.jsonl", folder / "responses.jsonl")
-            if missing or unusable or not (folder / "telemetry.json").is_file():
+            if missing or unusable or not _read_json(folder / "telemetry.json"):
                 model, tokenizer = loaded_model(model_folder) if missing else (None, None)
                 lm = language_model(cfg, model_folder, model, tokenizer)
                 generate(lm, requests, folder, run.progress if run else lambda done: None)

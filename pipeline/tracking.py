@@ -762,12 +762,17 @@ def publish_all(uri: str, outputs: Path) -> int:
         at_work = _at_work(uri, experiment, sweep_key)
         sweep = at_work or open_sweep(uri, experiment, sweep_key, {"experiment_name": experiment})
         broken = 0
-        for folder in folders:
-            try:
-                print(f"published {folder.name} as {publish_job(sweep, folder)}")
-            except (BadInput, MlflowException, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                print(f"not published: {folder}: {error}", file=sys.stderr)
-                broken += 1
+        try:
+            for folder in folders:
+                try:
+                    print(f"published {folder.name} as {publish_job(sweep, folder)}")
+                except (BadInput, MlflowException, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                    print(f"not published: {folder}: {error}", file=sys.stderr)
+                    broken += 1
+        except KeyboardInterrupt:  # the parent must not stay RUNNING
+            if not at_work:
+                close_sweep(sweep, "KILLED")
+            raise
         failed += broken
         if at_work:
             continue
@@ -799,7 +804,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "stop":
             stopped = embedded_server.stop(options.outputs / "mlflow")
-            print("stopped" if stopped else f"no embedded server of {options.outputs} was running")
+            print("stopped" if stopped else f"no local MLflow server of {options.outputs} was running")
+            if head := embedded_server.running(options.outputs / "mlflow"):
+                print(f"the head's server at {head} goes on; Ctrl-C of `make head` ends it")
             return 0
         if options.command == "publish" or (options.command in ("start", "doctor") and options.outputs != OUTPUTS):
             check_folder(options.outputs)

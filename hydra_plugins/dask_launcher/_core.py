@@ -36,6 +36,7 @@ from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrid
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.cluster import joined
+from pipeline.cluster.reach import why_no_scheduler
 from pipeline.errors import BadInput
 
 from . import _host
@@ -272,7 +273,9 @@ class _Driver:
             return not late and any(not host.ready and host.refused is None for host in hosts)
 
         try:
-            await self._session(await self._connect(CONNECT_S), unsure)
+            client = await self._connect(CONNECT_S)
+            self._say("asking the hosts for their code, models and data")
+            await self._session(client, unsure)
         except _SchedulerLost as lost:
             raise BadInput(f"expected a scheduler at {self.cluster.scheduler}, but it went away: {lost}") from lost
         if not self.hosts:
@@ -300,7 +303,7 @@ class _Driver:
                 with suppress(Exception):
                     await asyncio.wait_for(client.close(), CONNECT_S)
                 if time.monotonic() > deadline:
-                    reason = str(error.__cause__ or error) or "no answer"
+                    reason = await asyncio.to_thread(why_no_scheduler, self.cluster) or error.__cause__ or "no answer"
                     raise BadInput(
                         f"expected a scheduler at {self.cluster.scheduler}, got none that lets us in "
                         f"({reason}); start it there with `make head`, and have its newest "
@@ -388,6 +391,8 @@ class _Driver:
                     host.refused = f"it could not be looked at ({type(error).__name__}: {error})"
                     break
         if host.refused is None:
+            if not host.ready and self.wanted and not self.jobs:
+                self._say(f"host {host.name} has the code, models and data")
             host.ready = True
             self.largest = max(self.largest, host.memory)
         else:
@@ -507,6 +512,7 @@ class _Driver:
             self._failed(job, f"failed on {host}: {answer['reason']}", text)
         elif kind == "unfit":
             self.unfit[host] = answer["reason"]
+            job.losses += 1  # it may have finished before its host failed
             self.waiting.append(job)
             self._say(f"host {host} gets no more jobs: {answer['reason']}; {job.name} goes to another")
         elif kind == "interrupted":
@@ -697,7 +703,9 @@ def _told(returned: JobReturn) -> str:
 def _ending(status: int | None) -> str:
     if status is None:
         return "with its worker"
-    return signal.Signals(-status).name if status < 0 else f"exit code {status}"
+    if status >= 0:
+        return f"exit code {status}"
+    return signal.Signals(-status).name if -status in {s.value for s in signal.Signals} else f"signal {-status}"
 
 
 def _duration(seconds: float) -> str:

@@ -31,6 +31,7 @@ def head(outputs: Path, host: str | None, port: int, mlflow_port: int, auth: boo
 
     Raises BadInput for an address that is not this machine's, ports in use, a second head, a certificate of elsewhere.
     """
+    os.umask(0o077)  # MLflow's users, with what their passwords hash to, are in a file
     with until_told() as told, only_one("head", outputs):
         if host is None:
             host = _usual_address(outputs)

@@ -59,7 +59,7 @@ def _work(there: Joined, outputs: Path, name: str, told: Event) -> None:
                 process.stop()
                 return
         taken = "name taken" in process.last_words(100)
-        why = f"the scheduler knows another worker called {name}: give this one --name" if taken else how
+        why = f"the scheduler knows another worker called {name}: make worker ARGS='--name OTHER'" if taken else how
         say(f"the worker ended ({why}); again in {process.pause:.0f} s")
         told.wait(process.pause)
 

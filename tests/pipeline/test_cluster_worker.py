@@ -176,7 +176,7 @@ def test_two_machines_of_one_name_are_told(serving: Path, tmp_path: Path) -> Non
     with running("worker", "--name", "mac", outputs=serving), connected(serving) as client:
         client.wait_for_workers(1, timeout=60)
         with running("worker", "--name", "mac", outputs=other) as second:
-            second.says("the scheduler knows another worker called mac: give this one --name")
+            second.says("the scheduler knows another worker called mac: make worker ARGS='--name OTHER'")
             second.says("works for", 2)  # it goes on trying: after a lost link the other one is itself
 
 

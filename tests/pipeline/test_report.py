@@ -127,7 +127,7 @@ def test_failures_are_shown_with_their_reason_and_never_as_a_number(sweep: Sweep
     assert "failed (RuntimeError: Metal ran out)" in keyformer["note"]
     assert h2o["accuracy"] is None and "no finite accuracy (not finite: accuracy)" in h2o["note"]
     text = " ".join(text_of(result).split())  # it wraps at 80 columns
-    assert "failed" in text and "Metal ran out" in text and "nan" not in text
+    assert "no result" in text and "Metal ran out" in text and "nan" not in text
     markdown = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "Jobs without a result: 2" in markdown and "never started: 1 of 4" in markdown
 
