@@ -10,7 +10,7 @@ ready := .venv/ready
 modules := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard keyformer/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep head worker status stop ui report test test-browser test-metal test-cluster lint docs lock moved
+.PHONY: help setup sweep head worker status stop ui report test test-hosts test-browser test-metal test-cluster lint docs lock moved
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s%s\n", $$1, $$2}' Makefile
@@ -40,7 +40,10 @@ report: $(ready)  ## print the last sweep's table again (ARGS="--experiment NAME
 	@$(python) -m pipeline.report $(ARGS)
 
 test: $(ready)  ## run the tests (ARGS="-k name")
-	@$(python) -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not browser and not metal and not cluster" $(ARGS)
+	@$(python) -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not browser and not metal and not cluster and not hosts" $(ARGS)
+
+test-hosts: $(ready)  ## sweeps over several hosts that are processes of this machine, and what ends them
+	@$(python) -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m hosts tests/hydra_plugins tests/pipeline $(ARGS)
 
 test-browser: $(ready)  ## look at the MLflow UI through a headless chromium
 	@command -v chromium >/dev/null || \

@@ -25,6 +25,8 @@ from hydra.types import HydraContext, RunMode
 
 from pipeline.errors import BadInput
 
+pytestmark = pytest.mark.hosts
+
 Task = Callable[[Any], Any]
 
 

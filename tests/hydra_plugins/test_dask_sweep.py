@@ -19,6 +19,8 @@ from mlflow.tracking import MlflowClient
 
 from pipeline.__main__ import main
 
+pytestmark = pytest.mark.hosts
+
 FIVE = ["policy=full,h2o,keyformer", "budget=0.25,0.5"]
 TWO = ["policy=h2o", "budget=0.25,0.5"]
 ONE = ["policy=h2o", "budget=0.25"]

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 from dask_processes import Cluster
+from hydra.core.singleton import Singleton
 from hydra.test_utils.launcher_common_tests import LauncherTestSuite
+from hydra.version import VersionBase
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(autouse=True)
+def no_version_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite is written for programs that name no `version_base`, whatever a test before it has set."""
+    monkeypatch.delitem(Singleton._instances, VersionBase, raising=False)
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from pipeline.cluster import Joined, join
 from pipeline.cluster.reach import ask_mlflow, own_address, why_no_mlflow
 from tests.cluster_processes import HOST, Command, Head, ended, free_port, left_behind, running, started, wait_until
 
+pytestmark = pytest.mark.hosts
+
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:

@@ -108,7 +108,8 @@ def test_what_is_no_command(arguments: list[str], capsys: pytest.CaptureFixture[
 
 def test_make_passes_the_addresses_on() -> None:
     def recipe(*words: str) -> str:
-        environment = os.environ | {"HOST": "what-tcsh-exports"}
+        outer = ("MAKEFLAGS", "MFLAGS", "ARGS")  # of the make that runs this test
+        environment = {n: v for n, v in os.environ.items() if n not in outer} | {"HOST": "what-tcsh-exports"}
         done = subprocess.run(["make", "-n", *words], cwd=PROJECT, env=environment, capture_output=True, text=True)
         return next(line for line in done.stdout.splitlines() if "pipeline.cluster" in line)
 

@@ -18,6 +18,8 @@ from pipeline.cluster.status import Progress, in_progress
 from pipeline.errors import BadInput
 from tests.cluster_processes import HOST, Head, ended, free_port, left_behind, running, started
 
+pytestmark = pytest.mark.hosts
+
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:

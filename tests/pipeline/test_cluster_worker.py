@@ -21,6 +21,8 @@ from pipeline.cluster.supervise import PROJECT, Supervised
 from pipeline.cluster.worker import tls
 from tests.cluster_processes import HOST, Command, ended, free_port, left_behind, running, wait_until
 
+pytestmark = pytest.mark.hosts
+
 TELLS = "import os, sys, time; print(os.getpid(), flush=True); sys.stdin.read(); time.sleep(2)"
 
 

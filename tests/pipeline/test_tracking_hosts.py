@@ -21,6 +21,8 @@ from pipeline import leases, tracking
 from pipeline.tracking import Sweep
 from tests.job_folders import SWEEP_KEY, fabricate
 
+pytestmark = pytest.mark.hosts
+
 PROJECT = Path(__file__).resolve().parents[2]
 LEASE_S, CONFIRM_S, BEAT_S = 8.0, 4.0, 1.0
 HOST = """

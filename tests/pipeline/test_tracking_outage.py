@@ -15,11 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
 from mlflow.tracking import MlflowClient
 
 from pipeline import embedded_server, tracking
 from pipeline.tracking import Sweep
 from tests.job_folders import SWEEP_KEY, fabricate
+
+pytestmark = pytest.mark.hosts
 
 PROJECT = Path(__file__).resolve().parents[2]
 
