@@ -1,8 +1,8 @@
 """Whatever happens to a sweep over several machines: each job FINISHED exactly once, nothing left RUNNING, no healthy
 host idle while jobs wait, and the same results as of the undisturbed run.
 
-`make test-cluster` runs all of it, each test several times. CI runs those marked cluster_quick: what the launcher's own
-tests, with processes on one address, cannot do.
+`make test-cluster` runs all of it, each test several times; those marked cluster_quick are short, and what the
+launcher's own tests, with processes on one address, cannot do.
 """
 
 from __future__ import annotations
