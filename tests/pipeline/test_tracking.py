@@ -95,7 +95,7 @@ def test_two_starts_at_once_make_one_server_that_outlives_them_and_is_found_afte
         assert not tracking_server.reachable(uri)
         assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder)]
         again = command("stop", "--outputs", tmp_path)
-        assert "no embedded server" in again.communicate(timeout=60)[0] and again.returncode == 0
+        assert "no local MLflow server" in again.communicate(timeout=60)[0] and again.returncode == 0
         with pytest.raises(TrackingUnreachable, match="not running"):
             tracking.resolve_uri(config, tmp_path, start=False)
     finally:
