@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dask_processes import Cluster
+from dask_processes import Cluster, wait_for
 from hydra import initialize
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
@@ -77,15 +77,6 @@ def started(cluster: Cluster, task: Task, jobs: int, *options: str) -> Future[li
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 30) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError("expected this to come true")
 
 
 def attempts(marks: Path) -> dict[int, int]:

@@ -56,7 +56,7 @@ def test_a_folder_somebody_works_in_is_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "here").iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "sub/inside"])
+@pytest.mark.parametrize("name", ["../outside", "/outside", "sub/inside"])
 def test_nothing_is_written_outside_of_the_jobs_folder(name: str, tmp_path: Path) -> None:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as tar:

@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dask_processes import Cluster, project_copy
+from dask_processes import Cluster, project_copy, wait_for
 from mlflow.tracking import MlflowClient
 
 from pipeline.__main__ import main
@@ -94,15 +94,6 @@ def desk(cluster: Cluster, tmp_path: Path, tiny_model_folder: Path, mlflow_uri: 
     yield desk
     for driver in desk.drivers:
         driver.kill()
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError("expected this to come true")
 
 
 def test_a_sweep_over_two_hosts_leaves_what_one_on_this_machine_leaves(desk: Desk) -> None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,6 @@ from mlflow.tracking import MlflowClient
 from pipeline import tracking, tracking_server
 from pipeline.tracking import TrackingUnreachable
 from tests.job_folders import SWEEP_KEY, fabricate
-
-MLFLOW_CAN_ASK = find_spec("flask_wtf") is not None  # for a password: what mlflow[auth] adds
 
 
 def write_pem(path: Path) -> Path:
@@ -72,7 +69,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
     line = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     line += ["--backend-store-uri", "sqlite:///mlflow.db", "--artifacts-destination", "artifacts"]
     line += ["--uvicorn-opts", f"--ssl-keyfile {pem} --ssl-certfile {pem}"]
-    line += ["--app-name", "basic-auth"] if MLFLOW_CAN_ASK else []
+    line += ["--app-name", "basic-auth"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")} | secrets
     with open(folder / "log", "wb") as log:
         server = subprocess.Popen(line, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -160,11 +157,7 @@ def test_a_proxy_that_wants_a_password_gets_it(guarded: str, tmp_path: Path, mon
     [
         (None, "MLFLOW_TRACKING_SERVER_CERT_PATH must name the file with its certificate"),
         ("no such file", "no such file"),
-        pytest.param(
-            "its own",
-            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
-            marks=pytest.mark.skipif(not MLFLOW_CAN_ASK, reason="needs mlflow[auth]"),
-        ),
+        ("its own", "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
     ],
     ids=["no certificate", "a wrong file", "no password"],
 )
