@@ -24,6 +24,8 @@ from .supervise import PROJECT, Supervised, only_one, say, until_told
 from .worker import tls
 
 _START_S = 180.0  # creating MLflow's tables on a loaded machine took 25 s
+_LOOK_S = 15.0  # how often the servers are asked whether they still answer
+_SILENT_S = 120.0  # one that has not answered for so long hangs
 
 
 def head(outputs: Path, host: str | None, port: int, mlflow_port: int, auth: bool) -> int:
@@ -33,10 +35,14 @@ def head(outputs: Path, host: str | None, port: int, mlflow_port: int, auth: boo
     """
     os.umask(0o077)  # MLflow's users, with what their passwords hash to, are in a file
     with until_told() as told, only_one("head", outputs):
+        (outputs / "cluster" / "head.json").unlink(missing_ok=True)  # of a head that was killed: it would be believed
+        _check_no_sweep(outputs)
         if host is None:
             host = _usual_address(outputs)
             say(f"listening on {host}; HOST=<address> (--host) chooses another address of this machine")
         address = _own_address(host)
+        if port == mlflow_port:
+            raise BadInput(f"--mlflow-port: expected another port than the scheduler's, got {port} for both")
         for option, number in (("--port", port), ("--mlflow-port", mlflow_port)):
             _check_port(option, address, number)
         login = ("admin", secrets.token_urlsafe(16)) if auth else None
@@ -76,19 +82,38 @@ def _serve(there: Joined, outputs: Path, scheduler: Supervised, mlflow: Supervis
                 return 0 if told.is_set() else 1
         _print_welcome(there, outputs)
         again: dict[str, float] = {}
+        answered = {process.name: time.monotonic() for process, _ in checks}
+        asked, pem = time.monotonic(), _content(there.pem)
         while not told.wait(0.2):
-            for process, _ in checks:
+            look = time.monotonic() > asked + _LOOK_S
+            asked = time.monotonic() if look else asked
+            for process, check in checks:
                 if how := process.ended():
                     say(f"the {process.name} ended ({how}); again in {process.pause:.0f} s (log: {process.log})")
                     again[process.name] = time.monotonic() + process.pause
-                elif again.get(process.name, float("inf")) <= time.monotonic():
-                    del again[process.name]
-                    process.start()
+                elif process.name in again:
+                    if again[process.name] <= time.monotonic():
+                        del again[process.name]
+                        process.start()
+                        answered[process.name] = time.monotonic() + _START_S
+                elif look and (_content(there.pem) != pem or check(there) is None):  # without it we cannot ask
+                    answered[process.name] = time.monotonic()
+                elif time.monotonic() > answered[process.name] + _SILENT_S:
+                    say(f"the {process.name} has not answered for {_SILENT_S:.0f} s; starting it again")
+                    process.stop()
+                    again[process.name] = time.monotonic()
         return 0
     finally:
         for process, _ in checks:
             process.stop()
         say("stopped")
+
+
+def _content(pem: Path | None) -> bytes | None:
+    try:
+        return pem.read_bytes() if pem else None
+    except OSError:
+        return None
 
 
 def _wait_for(process: Supervised, check: Callable[[Joined], str | None], there: Joined, told: Event) -> bool:
@@ -138,13 +163,24 @@ def _known_as_head(outputs: Path, there: Joined) -> Iterator[None]:
     database (embedded_server.py)."""
     state = {"pid": os.getpid(), "scheduler": there.scheduler, "mlflow": there.mlflow}
     path = outputs / "cluster" / "head.json"
-    path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         json.dump(state | {"environment": there.environment()}, file)  # may hold the password
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def _check_no_sweep(outputs: Path) -> None:
+    """BadInput while a sweep here uses the local MLflow server, which has to give way to the head's."""
+    if address := embedded_server.running(outputs / "mlflow"):
+        from pipeline.tracking import sweeps_at_work  # mlflow takes seconds to import
+
+        if sweeps := sweeps_at_work(address):
+            raise BadInput(
+                f"expected no sweep at work with the local MLflow server of {outputs}, got {', '.join(sweeps)}; wait "
+                "for its end, or interrupt it: the same command goes on later, with the head's server"
+            )
 
 
 def _usual_address(outputs: Path) -> str:

@@ -132,6 +132,8 @@ def _read(pem: Path) -> dict[str, str]:
         certificate = x509.load_pem_x509_certificate(text.encode())
         if key.public_key() != certificate.public_key():
             raise ValueError("key and certificate do not belong together")
+        if not _names(certificate):
+            raise ValueError("the certificate names no address")
         for name, form in (("scheduler", rf"tls://{_HOST}:\d+"), ("mlflow", rf"https://{_HOST}:\d+")):
             if not re.fullmatch(form, notes.get(name, "")):
                 raise ValueError(f"no line `{name}: {form.partition(':')[0]}://host:port`")
@@ -183,8 +185,14 @@ def make(outputs: Path, host: str, port: int, mlflow_port: int, login: tuple[str
 
 def names(pem: Path) -> list[str]:
     """The addresses and names that the certificate is valid for."""
-    certificate = x509.load_pem_x509_certificate(pem.read_bytes())
-    alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return _names(x509.load_pem_x509_certificate(pem.read_bytes()))
+
+
+def _names(certificate: x509.Certificate) -> list[str]:
+    try:
+        alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
     return [str(name.value) for name in alternatives]
 
 

@@ -16,6 +16,7 @@ from pipeline.errors import BadInput
 from .join import Joined
 
 _TIMEOUT_S = 5.0
+_OUT_OF_DATE = (9, 10)  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 
 def split(address: str) -> tuple[str, int]:
@@ -27,7 +28,8 @@ def split(address: str) -> tuple[str, int]:
 def why_no_scheduler(there: Joined) -> str | None:
     """What is wrong with the scheduler as seen from here, or None when it answers.
 
-    Raises BadInput when it answers with another certificate than ours: waiting mends nothing then.
+    Raises BadInput when it answers with another certificate than ours, or ours is not valid today: waiting mends
+    nothing then.
     """
     address = split(there.scheduler)
     try:
@@ -36,6 +38,11 @@ def why_no_scheduler(there: Joined) -> str | None:
                 _trusting(there, hostname=False).wrap_socket(connection).close()
         return None
     except ssl.SSLCertVerificationError as error:
+        if error.verify_code in _OUT_OF_DATE:
+            raise BadInput(
+                f"expected a certificate that is valid today, got {there.pem} ({error.verify_message}); set this "
+                "machine's clock, or delete the file on the head, start `make head` again and copy the new one"
+            ) from error
         raise BadInput(
             f"expected a head with the certificate {there.pem} at {there.scheduler}, got one with another certificate; "
             f"copy it again: scp {address[0]}:<project folder>/outputs/cluster/join.pem {there.pem}"

@@ -46,7 +46,8 @@ def status(outputs: Path, head: str | None) -> int:
         raise BadInput(f"expected a running head, got: {reason}; start it on that machine with `make head`")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     console.print(f"scheduler {there.scheduler}   MLflow {there.mlflow}")
-    hosts = asyncio.run(_hosts(there, str(outputs)))
+    with console.status("asking the machines ..."):  # seen in a terminal only
+        hosts = asyncio.run(_hosts(there, str(outputs)))
     console.print(_hosts_table(hosts) if hosts else "no worker has joined: `make worker` on each machine")
     if reason := why_no_mlflow(there) if there.mlflow else "this scheduler has no MLflow server":
         console.print(f"sweeps: unknown, {reason}")

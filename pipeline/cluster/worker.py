@@ -47,20 +47,26 @@ def _work(there: Joined, outputs: Path, name: str, told: Event) -> None:
     """Run Dask's worker, again and again, until its scheduler does not answer or this command is told to end."""
     log = outputs / "cluster" / "worker.log"
     process = Supervised("worker", [], PROJECT, log, _environment(there))
+    said = ""  # why it ended before it had joined: once is enough
     while not told.is_set():
         address = own_address(split(there.scheduler)[0])  # each time: the network may have given us another one
         if address is None or why_no_scheduler(there) is not None:
             return
         process.command = _command(there, address, outputs, name)
         process.start()
-        say(f"{name} works for {there.scheduler} (log: {log})")
+        registered = False
         while (how := process.ended()) is None:
+            if not registered and "Registered to:" in process.last_words(100):
+                registered, said = True, ""
+                say(f"{name} works for {there.scheduler} (log: {log})")
             if told.wait(0.2):
                 process.stop()
                 return
         taken = "name taken" in process.last_words(100)
         why = f"the scheduler knows another worker called {name}: make worker ARGS='--name OTHER'" if taken else how
-        say(f"the worker ended ({why}); again in {process.pause:.0f} s")
+        if why != said:
+            say(f"the worker ended ({why}); starting it again")
+        said = "" if registered else why
         told.wait(process.pause)
 
 

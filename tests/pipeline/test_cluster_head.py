@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +21,20 @@ from distributed import Client
 from distributed.security import Security
 
 from pipeline import embedded_server, tracking
-from pipeline.cluster import Joined, join
-from pipeline.cluster.reach import ask_mlflow, own_address, why_no_mlflow
-from tests.cluster_processes import HOST, Command, Head, ended, free_port, left_behind, running, started, wait_until
+from pipeline.cluster import Joined, join, joined
+from pipeline.cluster.reach import ask_mlflow, own_address, why_no_mlflow, why_no_scheduler
+from tests.cluster_processes import (
+    HOST,
+    PROJECT,
+    Command,
+    Head,
+    ended,
+    free_port,
+    left_behind,
+    running,
+    started,
+    wait_until,
+)
 
 pytestmark = pytest.mark.hosts
 
@@ -197,6 +209,67 @@ def test_a_local_server_gives_way_with_its_runs(tmp_path: Path) -> None:
         head.command.end()
 
 
+def test_a_local_server_that_a_sweep_uses_is_left_alone(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    local = embedded_server.start(outputs / "mlflow", port=free_port("127.0.0.1"))
+    sweep = tracking.open_sweep(local, "mine", "k" * 16, {})
+    done = ended("head", "--host", HOST, outputs=outputs)
+    assert done.returncode == 2 and embedded_server.running(outputs / "mlflow") == local
+    assert done.stderr.startswith("error: expected no sweep at work with the local MLflow server of")
+    assert "got sweep mine " in done.stderr
+    tracking.close_sweep(sweep, "FINISHED")
+    head = started(outputs)
+    assert head.command.end() == 0
+
+
+def test_after_a_killed_head_a_local_server_gives_way_as_well(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    started(outputs).command.end(signal.SIGKILL)
+    wait_until(lambda: left_behind(outputs) == [], "the servers of the killed head to end")
+    local = embedded_server.start(outputs / "mlflow", port=free_port("127.0.0.1"))
+    head = started(outputs)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(local.rpartition(":")[2])), 5)
+    assert head.command.end() == 0
+
+
+HASTY = """
+import sys
+from pathlib import Path
+from pipeline.cluster import head
+head._LOOK_S, head._SILENT_S = 0.5, 3.0
+sys.exit(head.head(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), False))
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [("distributed.cli.dask_scheduler", "scheduler"), ("-m uvicorn", "MLflow server")]
+)
+def test_a_server_that_hangs_is_started_again(tmp_path: Path, part: str, name: str) -> None:
+    outputs, port = tmp_path / "outputs", free_port(HOST)
+    line = [sys.executable, "-c", HASTY, str(outputs), HOST, str(port), str(port + 1000)]
+    with subprocess.Popen(line, cwd=PROJECT, text=True, stdout=subprocess.PIPE) as head:
+        assert head.stdout is not None
+        try:
+            next(text for text in head.stdout if "make worker" in text)
+            pem = join.pem_path(outputs)
+            pem.rename(f"{pem}.old")  # somebody is about to make a new one: that is no hanging server
+            time.sleep(5)
+            Path(f"{pem}.old").rename(pem)
+            family = psutil.Process(head.pid).children(recursive=True)
+            victim = next(p for p in family if part in " ".join(p.cmdline()))
+            victim.suspend()
+            said = next(text for text in head.stdout if "answered" in text or "ended" in text)
+            assert f"the {name} has not answered for 3 s; starting it again" in said
+            wait_until(lambda: why_no_scheduler(joined(outputs)) is None, "the scheduler")
+            wait_until(lambda: why_no_mlflow(joined(outputs)) is None, "MLflow")
+            assert not victim.is_running()
+        finally:
+            head.send_signal(signal.SIGINT)
+            head.stdout.read()
+    assert head.returncode == 0 and left_behind(outputs) == []
+
+
 def test_login(tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
     head = started(outputs, "--auth")
@@ -224,6 +297,7 @@ def test_login(tmp_path: Path) -> None:
         (["--host", "0.0.0.0"], "--host: expected one address, got '0.0.0.0', which is all of them"),
         (["--host", "no such name"], "--host: expected an IPv4 address or a name of this machine, got 'no such name'"),
         (["--host", HOST, "--port", "70000"], "--port: expected a port from 1 to 65535, got 70000"),
+        (["--host", HOST, "--port", "5999", "--mlflow-port", "5999"], "--mlflow-port: expected another port than the"),
         (["--host", HOST, "--mlflow-port", "0"], "--mlflow-port: expected a port from 1 to 65535, got 0"),
     ],
 )

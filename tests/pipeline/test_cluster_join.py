@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import ssl
 import stat
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from pipeline.cluster import join, joined
 from pipeline.errors import BadInput
@@ -195,6 +200,20 @@ def test_key_and_certificate_of_two_clusters_are_refused(made: Path, tmp_path_fa
     mine, theirs = (join.pem_path(o).read_text().partition("-----BEGIN CERTIFICATE") for o in (made, other))
     join.pem_path(made).write_text(mine[0] + theirs[1] + theirs[2])
     with pytest.raises(BadInput, match="do not belong together"):
+        joined(made)
+
+
+def test_a_certificate_without_addresses_is_refused(made: Path) -> None:
+    """As one of somebody's own, who thought that any would do."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name, now = x509.Name([]), datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(1))
+    pem = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+    pem += key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    notes = join.pem_path(made).read_text().partition("-----BEGIN")[0]
+    join.pem_path(made).write_text(notes + pem.decode())
+    with pytest.raises(BadInput, match=r"got a damaged one \(the certificate names no address\)"):
         joined(made)
 
 

@@ -16,7 +16,7 @@ import pytest
 from distributed import Client
 
 from pipeline.cluster import join, joined
-from pipeline.cluster.reach import why_no_scheduler
+from pipeline.cluster.reach import split, why_no_scheduler
 from pipeline.cluster.supervise import PROJECT, Supervised
 from pipeline.cluster.worker import tls
 from tests.cluster_processes import HOST, Command, ended, free_port, left_behind, running, wait_until
@@ -102,7 +102,7 @@ def test_it_joins_again_after_its_process_and_after_the_scheduler_died(outputs: 
         with connected(outputs) as client:
             client.wait_for_workers(1, timeout=60)
             command.child("dask_worker").kill()
-            command.says("the worker ended (killed by SIGKILL); again in 1 s")
+            command.says("the worker ended (killed by SIGKILL); starting it again")
             command.says("mac1 works for", 2)
             wait_until(lambda: "mac1" in workers(client), "mac1 back")
         first._kill_group()
@@ -179,7 +179,11 @@ def test_two_machines_of_one_name_are_told(serving: Path, tmp_path: Path) -> Non
         client.wait_for_workers(1, timeout=60)
         with running("worker", "--name", "mac", outputs=other) as second:
             second.says("the scheduler knows another worker called mac: make worker ARGS='--name OTHER'")
-            second.says("works for", 2)  # it goes on trying: after a lost link the other one is itself
+            first = second.child("distributed.cli.dask_worker")
+            wait_until(lambda: not first.is_running(), "the first try is over")
+            second.child("distributed.cli.dask_worker")  # it goes on trying: after a lost link the other one is itself
+            first_try = second.text()
+            assert first_try.count("another worker called") == 1 and "works for" not in first_try
 
 
 def test_a_certificate_of_another_cluster(serving: Path, tmp_path: Path) -> None:
@@ -206,6 +210,18 @@ def test_a_head_with_a_new_certificate_is_waited_for(outputs: Path, tmp_path: Pa
         command.end()
         second.stop()
     assert left_behind(outputs) == []
+
+
+def test_a_certificate_that_is_no_longer_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "_VALID_DAYS", -1)
+    join.make(tmp_path, HOST, free_port(HOST), 5050)
+    process = scheduler(tmp_path)
+    with socket.socket() as caller:
+        wait_until(lambda: caller.connect_ex(split(joined(tmp_path).scheduler)) == 0, "the scheduler")
+    done = ended("worker", outputs=tmp_path)
+    process.stop()
+    assert done.returncode == 2
+    assert "expected a certificate that is valid today" in done.stderr and "certificate has expired" in done.stderr
 
 
 def test_without_a_certificate(tmp_path: Path) -> None:
