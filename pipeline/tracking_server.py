@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
@@ -23,6 +23,7 @@ from pipeline import embedded_server
 from pipeline.errors import BadInput
 
 OUTPUTS = Path("outputs")  # the default, also in conf/config.yaml
+_NO_CERTIFICATE = ("CERTIFICATE_VERIFY_FAILED", "TLS CA certificate")  # not the right one, no such file
 NO_PASSWORD = " (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD must be set to a user of it)"
 # Answers that say the server is ill, or not ours to use; MLflow has retried the first two kinds by then.
 SERVER_FAULTS = {
@@ -47,13 +48,13 @@ def resolve_uri(tracking_cfg: Any, outputs: Path, *, start: bool = True) -> str:
     """The tracking address: MLFLOW_TRACKING_URI, else `tracking.uri`, else the embedded server of `outputs`.
 
     tracking_cfg: conf/tracking/*.yaml ({uri, host, port}). start=False only looks and raises TrackingUnreachable if the
-    embedded server is down. Raises BadInput for an address, host, port or folder that cannot work, and when neither an
-    address nor a host to start a server on is given.
+    embedded server is down. Raises BadInput for an address, host, port or folder that cannot work, a server that does
+    not let us in, and when neither an address nor a host to start a server on is given.
     """
     if given := os.environ.get("MLFLOW_TRACKING_URI"):
-        return _server_address("MLFLOW_TRACKING_URI", given)
+        return _admitting(_server_address("MLFLOW_TRACKING_URI", given))
     if tracking_cfg["uri"] not in (None, ""):
-        return _server_address("tracking.uri", tracking_cfg["uri"])
+        return _admitting(_server_address("tracking.uri", tracking_cfg["uri"]))
     if tracking_cfg["host"] in (None, ""):
         raise BadInput(
             "expected tracking.uri or MLFLOW_TRACKING_URI for tracking=server, got neither: "
@@ -98,6 +99,14 @@ def _server_address(setting: str, given: Any) -> str:
     )
 
 
+def _admitting(uri: str) -> str:
+    """`uri`, unless its server refuses us: no later try mends a certificate, a password or an address."""
+    health = _health(uri, "/api/2.0/mlflow/experiments/get?experiment_id=0")  # a login is not asked for /health
+    if health.refused:
+        raise BadInput(f"expected an MLflow server that lets this machine in, got a refusal: {health.reason}")
+    return uri
+
+
 def _own_host(host: Any) -> str:
     """`host` if a server on this machine can listen there."""
     try:
@@ -116,7 +125,7 @@ def _own_host(host: Any) -> str:
 
 def reachable(uri: str) -> bool:
     """True if an MLflow server answers at `uri` within a few seconds."""
-    return _health(uri)[0] is None
+    return _health(uri).reason is None
 
 
 def server_time(uri: str) -> float:
@@ -124,34 +133,41 @@ def server_time(uri: str) -> float:
 
     Raises TrackingUnreachable.
     """
-    reason, now = _health(uri)
-    if reason:
-        raise TrackingUnreachable(reason)
-    return now
+    health = _health(uri)
+    if health.reason:
+        raise TrackingUnreachable(health.reason)
+    return health.now
 
 
-def _health(uri: str) -> tuple[str | None, float]:
-    """Why the server cannot be used, or None; and its time. Asked as MLflow asks: with its certificate and password."""
+class _Health(NamedTuple):
+    reason: str | None  # why the server cannot be used
+    refused: bool  # it is well, and does not let us in
+    now: float  # its time; ours where it does not say
+
+
+def _health(uri: str, asking: str = "/health") -> _Health:
+    """Asked as MLflow asks: with its certificate and password."""
     reason = ""
     for _ in range(2):
         try:
             answer = http_request(
-                get_default_host_creds(uri), "/health", "GET", max_retries=0, timeout=3, raise_on_status=False
+                get_default_host_creds(uri), asking, "GET", max_retries=0, timeout=3, raise_on_status=False
             )
         except (MlflowException, OSError, ValueError, http.client.HTTPException) as error:
             reason = f"{uri} does not answer ({_cause(error)})"
-            if "CERTIFICATE_VERIFY_FAILED" in reason:
+            if any(sign in reason for sign in _NO_CERTIFICATE):
                 reason += "; MLFLOW_TRACKING_SERVER_CERT_PATH must name the file with its certificate"
-                break
+                return _Health(reason, True, time.time())
             continue
         if answer.status_code == 200:
             try:
-                return None, parsedate_to_datetime(answer.headers["Date"]).timestamp()
+                return _Health(None, False, parsedate_to_datetime(answer.headers["Date"]).timestamp())
             except (KeyError, ValueError):
-                return None, time.time()
+                return _Health(None, False, time.time())
         hint = {401: NO_PASSWORD, 403: " (the server's --allowed-hosts must name this address)"}
-        return f"{uri}/health answers {answer.status_code}{hint.get(answer.status_code, '')}", time.time()
-    return reason, time.time()
+        reason = f"{uri}{asking} answers {answer.status_code}{hint.get(answer.status_code, '')}"
+        return _Health(reason, answer.status_code in hint, time.time())
+    return _Health(reason, False, time.time())
 
 
 def _cause(error: BaseException) -> str:
@@ -167,13 +183,12 @@ def talking_to(uri: str, outputs: Path | None = None) -> Iterator[MlflowClient]:
 
     outputs: the folder of the jobs at hand, for the message.
     """
-    reason, _ = _health(uri)
-    if reason:
+    if reason := _health(uri).reason:
         raise TrackingUnreachable(reason, outputs)
     try:
         yield MlflowClient(tracking_uri=uri)
     except (MlflowException, OSError, http.client.HTTPException) as error:  # requests' exceptions are OSErrors
-        reason, _ = _health(uri)
+        reason = _health(uri).reason
         if reason is None and _servers_fault(error):
             reason = f"{uri} answers, but cannot do its work ({' '.join(str(error).split())[:300]})"
             reason += NO_PASSWORD if "error code 401" in reason else ""

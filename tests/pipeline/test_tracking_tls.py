@@ -25,6 +25,7 @@ from cryptography.x509.oid import NameOID
 from mlflow.tracking import MlflowClient
 
 from pipeline import tracking, tracking_server
+from pipeline.errors import BadInput
 from pipeline.tracking import TrackingUnreachable
 from tests.job_folders import SWEEP_KEY, fabricate
 
@@ -162,12 +163,14 @@ def test_a_proxy_that_wants_a_password_gets_it(guarded: str, tmp_path: Path, mon
     ids=["no certificate", "a wrong file", "no password"],
 )
 def test_what_is_missing_is_named_at_once(
-    secured: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, certificate: str | None, said: str
+    secured: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, certificate: str | None, said: str
 ) -> None:
     uri, pem = secured
     if certificate:
         monkeypatch.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(pem) if certificate == "its own" else certificate)
     started = time.monotonic()
-    with pytest.raises(TrackingUnreachable, match=said):
+    with pytest.raises(TrackingUnreachable, match=said):  # jobs at work go on without a server
         tracking.open_sweep(uri, "secured", SWEEP_KEY, {})
+    with pytest.raises(BadInput, match=said):  # a sweep that begins does not
+        tracking.resolve_uri({"uri": uri}, tmp_path)
     assert time.monotonic() - started < 20
