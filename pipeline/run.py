@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +28,7 @@ from keyformer.allocate import allocate
 from . import models, tracking
 from .errors import BadInput, DiskFull, HostUnfit, interrupted
 from .generate import check_responses, generate, no_space, read_back, write_whole
+from .gpu_lock import gpu_lock
 from .language_model import KeyformerLM
 from .load import load, read_requests
 from .prefill import PrefillStore
@@ -182,7 +183,7 @@ def run_job(cfg: DictConfig) -> dict[str, float]:
     folder = Path(cfg.outputs) / "jobs" / cfg.sweep.job
     name = job_name(cfg)
     try:
-        with _of_this_machine(folder):
+        with _of_this_machine(folder), gpu_lock() if "generate" in cfg.stages else nullcontext():
             folder.mkdir(parents=True, exist_ok=True)
             with _locked(folder, name):
                 metrics = _run_stages(cfg, folder, name)
@@ -200,11 +201,14 @@ def run_job(cfg: DictConfig) -> dict[str, float]:
     except KeyboardInterrupt:
         _say(cfg, name, "interrupted; the same command goes on where it stopped", started)
         raise
-    told = [f"accuracy {metrics['accuracy']:.3f}"] if "accuracy" in metrics else []
-    if "task/perplexity" in metrics:
-        told.append(f"perplexity {metrics['task/perplexity']:.2f}")
-    _say(cfg, name, "  ".join(told) or "done", started)
+    _say(cfg, name, told(metrics), started)
     return metrics
+
+
+def told(metrics: Mapping[str, float]) -> str:
+    """A job's result in a line of progress."""
+    forms = {"accuracy": "accuracy {:.3f}", "task/perplexity": "perplexity {:.2f}"}
+    return "  ".join(form.format(metrics[name]) for name, form in forms.items() if name in metrics) or "done"
 
 
 def _run_stages(cfg: DictConfig, folder: Path, name: str) -> dict[str, float]:
@@ -315,13 +319,22 @@ def _on_several_machines() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().runtime.choices.get("hydra/launcher") == "dask"
 
 
+def configuration(cfg: DictConfig) -> dict[str, Any]:
+    """The job's own options, resolved: what config.yaml and the params of its run say."""
+    config = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(config, dict)
+    return {str(k): v for k, v in config.items() if k not in ("sweep", "job")}
+
+
+def identity(model: models.ModelFolder) -> dict[str, str]:
+    """Which weights, in which numbers, on what: as job.json, keys and runs say."""
+    return {"name": model.name, "revision": model.revision, "dtype": model.dtype, "backend": model.backend}
+
+
 def _describe(cfg: DictConfig, folder: Path, name: str, model: models.ModelFolder, data: Path) -> None:
     """config.yaml and job.json: all that publishing and scoring again need to know."""
     about = json.loads((data / "data.json").read_text(encoding="utf-8"))
-    config = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(config, dict)
-    config = {k: v for k, v in config.items() if k not in ("sweep", "job")}
-    write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
+    write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(configuration(cfg))))
     rows = cfg.budget
     if isinstance(rows, float):
         policy = validate(cfg)
@@ -335,7 +348,7 @@ def _describe(cfg: DictConfig, folder: Path, name: str, model: models.ModelFolde
         "host": socket.gethostname(),
         "chip": chip(),
         "versions": {"python": platform.python_version(), "os": platform.platform(), **versions()},
-        "model": {"name": model.name, "revision": model.revision, "dtype": model.dtype, "backend": model.backend},
+        "model": identity(model),
         "data": about,
         "dataset_path": os.path.relpath(data),
         "budget_rows": rows,

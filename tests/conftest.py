@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -83,6 +84,12 @@ def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
     weights = {name: mx.array(wide.get(name, np.ones(p.shape)), mx.float32) for name, p in parameters}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_gpu_lock(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests that run side by side, and a real sweep beside them, do not wait for each other."""
+    os.environ["KEYFORMER_GPU_LOCK"] = str(tmp_path_factory.mktemp("gpu") / "gpu.lock")
 
 
 @pytest.fixture(scope="session")

@@ -5,23 +5,20 @@ along. Its standard input is a pipe from the worker: when that closes, the worke
 OUT is written whole, last; a process that ends without OUT has died.
 """
 
-import fcntl
 import os
 import pickle
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from pipeline.errors import HostUnfit, interrupted
+from pipeline.gpu_lock import gpu_lock
 
 LAST_WORDS_S = 10.0  # what an interrupted job gets to end its run
 
@@ -35,7 +32,7 @@ def main(given: str, result: str) -> int:
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, _interrupt)
     try:
-        with _gpu():
+        with gpu_lock():  # before MLX and the rest are imported: a job that waits takes little memory
             content = pickle.dumps(_run(Path(given).read_bytes()))
     except KeyboardInterrupt:
         return 130
@@ -56,18 +53,6 @@ def _end_with_the_worker(pipe: int) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(LAST_WORDS_S)
     os.killpg(0, signal.SIGKILL)
-
-
-@contextmanager
-def _gpu() -> Iterator[None]:
-    """One job on this machine's GPU at a time, whoever started it."""
-    with open(Path(tempfile.gettempdir()) / f"keyformer-gpu-{os.getuid()}.lock", "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("another job works on this machine's GPU; waiting", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _run(payload: bytes) -> dict[str, Any]:

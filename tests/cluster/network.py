@@ -112,6 +112,7 @@ class Host:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "DASK_", "PYTEST_", "HYDRA_"))}
         # Each host has its own environment in truth: a PYTHONPATH stands for its own editable install.
         own = {"PYTHONPATH": str(self.folder), "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"}
+        own["KEYFORMER_GPU_LOCK"] = str(self.temporary / "gpu.lock")
         if self.clock_off_by_s:
             own |= {"LD_PRELOAD": str(self._network.wrong_clock()), "CLOCK_OFF_BY_S": str(self.clock_off_by_s)}
         return kept | own

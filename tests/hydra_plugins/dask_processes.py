@@ -55,7 +55,8 @@ class Cluster:
         options = ["--nworkers", "1", "--nthreads", "1", "--memory-limit", "0", "--no-dashboard", "--no-nanny"]
         options += ["--name", name, "--resources", "GPU=1", "--local-directory", str(self.folder / name)]
         (self.folder / name).mkdir(exist_ok=True)
-        self._start(name, cwd, "worker", self.address, *options, TMPDIR=str(self.folder / name), **environment)
+        own = {"TMPDIR": str(self.folder / name), "KEYFORMER_GPU_LOCK": str(self.folder / name / "gpu.lock")}
+        self._start(name, cwd, "worker", self.address, *options, **(own | environment))
 
     def _start(self, name: str, cwd: Path, *command: str, **environment: str) -> None:
         assert name not in self.processes
