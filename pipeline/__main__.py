@@ -48,6 +48,7 @@ class _Job:
     key: str = ""
     sweep: str = ""  # of a stored job: the sweep that it belongs to
     memory: int = 0  # bytes that it takes at most; 0: no model is run
+    model: dict[str, str] | None = None  # which weights
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -264,7 +265,7 @@ def _prepare(jobs: list[_Job]) -> None:
     from . import models
     from .load import load, read_requests
     from .memory import memory_need
-    from .run import job_key, language_model
+    from .run import identity, job_key, language_model
 
     outputs = Path(jobs[0].cfg.outputs)
     _check_space(outputs)
@@ -282,7 +283,7 @@ def _prepare(jobs: list[_Job]) -> None:
             loaded[what] = data, read_requests(data.path / "requests.jsonl")[0]
         data, first = loaded[what]
         language_model(job.cfg, folder, None, tokenizer).check(first)
-        job.data = data.hash
+        job.data, job.model = data.hash, identity(folder)
         job.key = job_key(job.cfg, folder, data.hash)
         job.memory = memory_need(job.cfg, folder, data).total
 
@@ -309,7 +310,8 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
     cfg = jobs[0].cfg
     outputs = Path(cfg.outputs)
     if cfg.job is None:
-        _prepare(jobs)
+        with console.status("models and data ..."):  # seen in a terminal only
+            _prepare(jobs)
     if list(cfg.stages) == ["load"]:
         console.print(f"requests of {len(jobs)} jobs are in {outputs / 'data'}")
         return 0
@@ -457,6 +459,7 @@ def _launch(launcher: Any, jobs: list[_Job], sweep_key: str, sweep: Any) -> int:
     for index, job in enumerate(jobs):
         one = shared | {"job": job.key, "data": job.data, "index": index, "memory": job.memory}
         overrides.append([*job.overrides, *(f"+sweep.{name}={_quoted(value)}" for name, value in one.items())])
+    before = _failed_runs(sweep)
     try:
         if jobs[0].cfg.job is not None:
             cfg = OmegaConf.merge(
@@ -471,7 +474,37 @@ def _launch(launcher: Any, jobs: list[_Job], sweep_key: str, sweep: Any) -> int:
         returns = launcher.launch(overrides, initial_job_idx=0)
     except StopSweep as stop:
         raise BadInput(str(stop)) from stop
-    return sum(r.status != JobStatus.COMPLETED for r in returns)
+    pairs = zip(jobs, returns, strict=True)
+    failures = [(job, each._return_value) for job, each in pairs if each.status != JobStatus.COMPLETED]
+    if failures and sweep is not None:
+        told = {key for run_id, key in _failed_runs(sweep).items() if run_id not in before}
+        _record_failures(sweep, [(job, error) for job, error in failures if job.key not in told])
+    return len(failures)
+
+
+def _failed_runs(sweep: Any) -> dict[str, str]:
+    """Run id -> key; none where nobody can say."""
+    from . import tracking
+
+    try:
+        return {} if sweep is None else tracking.failed(sweep)
+    except tracking.TrackingUnreachable:
+        return {}
+
+
+def _record_failures(sweep: Any, failures: Sequence[tuple[_Job, BaseException]]) -> None:
+    """Runs for jobs that failed without one: whoever looks into MLflow must see that they are missing, and why."""
+    from . import tracking
+    from .run import configuration, console, job_name
+
+    for job, error in failures:
+        params = configuration(job.cfg) | {"model": configuration(job.cfg)["model"] | (job.model or {})}
+        reason = getattr(error, "reason", None) or f"{type(error).__name__}: {error}"
+        try:
+            tracking.record_failure(sweep, job.key, job_name(job.cfg), params, reason)
+        except tracking.TrackingUnreachable as unreachable:
+            console.print(f"[yellow]warning[/]: {unreachable}")
+            return
 
 
 def _quoted(value: Any) -> str:

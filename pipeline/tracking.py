@@ -127,6 +127,25 @@ def finished(sweep: Sweep, keys: Iterable[str]) -> dict[str, str]:
         return done
 
 
+def failed(sweep: Sweep) -> dict[str, str]:
+    """Run id -> key of the FAILED jobs of this sweep. Raises TrackingUnreachable."""
+    with talking_to(sweep.uri) as client:
+        ours = f"tags.kind = 'job' and attributes.status = 'FAILED' and tags.sweep_key LIKE '%{sweep.sweep_key}%'"
+        return {run.info.run_id: run.data.tags.get("key", "") for run in search(client, sweep.experiment_id, ours)}
+
+
+def record_failure(sweep: Sweep, key: str, name: str, params: Mapping[str, Any], reason: str) -> None:
+    """A FAILED run for a job of which no attempt came so far as to open one: it fitted no host, or died importing.
+
+    params: the job's, as its run would have them (nested is fine). Raises TrackingUnreachable.
+    """
+    with talking_to(sweep.uri) as client:
+        tags = _links(sweep, key) | signs_of_life(server_time(sweep.uri))
+        run = _create(client, sweep.experiment_id, name, tags)
+        _log_params(client, run, params)
+        end(client, run.info.run_id, "FAILED", reason)
+
+
 def close_sweep(sweep: Sweep, status: str, files: Sequence[Path] | None = None) -> None:
     """End a sweep: dead children become KILLED, the parent gets `status`, the report's files and its curves as metrics.
 
@@ -464,12 +483,16 @@ def _open_job(client: MlflowClient, sweep: Sweep, folder: Path, start_ms: int | 
         if process_lives(earlier) is False or is_mine(earlier):  # jobs run one at a time: ours is not running
             end(client, earlier.info.run_id, "KILLED", DEAD_JOB)
     described = {name: str(job.get(name)) for name in ("host", "chip", "git_commit")}
-    links = {"kind": "job", "key": job["key"], "sweep_key": sweep.sweep_key, "mlflow.parentRunId": sweep.run_id}
-    alive = signs_of_life(server_time(sweep.uri))
-    run = _create(client, sweep.experiment_id, job["name"], described | links | alive, start_ms)
+    tags = described | _links(sweep, job["key"]) | signs_of_life(server_time(sweep.uri))
+    run = _create(client, sweep.experiment_id, job["name"], tags, start_ms)
     _write_json(folder / "attempt.json", {"run_id": run.info.run_id, "attempt": run.data.tags["attempt"]})
     _log_params(client, run, _params(folder, job))
     return run
+
+
+def _links(sweep: Sweep, key: str) -> dict[str, str]:
+    """The tags by which a job's run is found."""
+    return {"kind": "job", "key": key, "sweep_key": sweep.sweep_key, "mlflow.parentRunId": sweep.run_id}
 
 
 def _own_attempt(client: MlflowClient, folder: Path) -> Run | None:
@@ -739,6 +762,16 @@ def _at_work(uri: str, experiment: str, sweep_key: str) -> Sweep | None:
         now = server_time(uri)
         alive = [run for run in search(client, found.experiment_id, ours) if looks_alive(run, now)]
         return Sweep(uri, found.experiment_id, first(alive).info.run_id, experiment, sweep_key) if alive else None
+
+
+def sweeps_at_work(uri: str) -> list[str]:
+    """The names of the sweeps that a driver is at work on now, in all experiments. Raises TrackingUnreachable."""
+    running = "tags.kind = 'sweep' and attributes.status = 'RUNNING'"
+    with talking_to(uri) as client:
+        now = server_time(uri)
+        experiments = [each.experiment_id for each in client.search_experiments()]
+        runs = [run for each in experiments for run in search(client, each, running)]
+        return [str(run.info.run_name) for run in runs if looks_alive(run, now)]
 
 
 def publish_all(uri: str, outputs: Path) -> int:

@@ -49,6 +49,7 @@ SILENCE_S = 30.0  # a scheduler that does not answer for so long is lost
 STOP_S = 12.0  # for interrupted jobs: their last words, and the way of the answer
 DESCRIBE_S = 120.0  # for a host to start a process and say what it is; asked LOOKS times
 LOOKS = 2
+PREFETCH_TOLD_S = 60.0
 MOST_LOSSES = 10  # a job whose host vanishes each time may be what takes the host down
 
 cloudpickle.register_pickle_by_value(_host)
@@ -58,7 +59,14 @@ for _name in list(logging.root.manager.loggerDict):
 
 
 class JobFailed(RuntimeError):
-    """A job that raised, or whose process died too often; the message has the traceback and the end of the log."""
+    """A job that raised, or whose process died too often; the message has the traceback and the end of the log.
+
+    reason: the same in a line.
+    """
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 @dataclass(eq=False)
@@ -409,12 +417,23 @@ class _Driver:
             return
         host.about = about
         self.changed.set()
-        found = await self._ask(host, _host.prefetch, self.outputs, json.dumps(self.wanted))
+        found = await self._prefetched(host)
         if "error" in found:
             host.refused = f"it has no models or data: {found['error']}"
         elif found["lines"] != found_here["lines"]:
             differ = next(pair for pair in zip(found_here["lines"], found["lines"], strict=True) if pair[0] != pair[1])
             host.refused = _other_inputs(*differ, self.outputs)
+
+    async def _prefetched(self, host: _Host) -> dict[str, Any]:
+        """What prefetch says there. A download takes as long as it takes; that it goes on is said now and then."""
+        begin = time.monotonic()
+        asked = asyncio.create_task(self._ask(host, _host.prefetch, self.outputs, json.dumps(self.wanted)))
+        try:
+            while not (await asyncio.wait({asked}, timeout=PREFETCH_TOLD_S))[0]:
+                self._say(f"host {host.name} is still getting models and data ({_duration(time.monotonic() - begin)})")
+            return asked.result()
+        finally:
+            asked.cancel()
 
     async def _ask(self, host: _Host, function: Callable[..., Any], *args: Any) -> dict[str, Any]:
         """What `function` of _host says there; it runs beside a job."""
@@ -450,6 +469,7 @@ class _Driver:
         if (job.deaths or job.losses) and await asyncio.to_thread(_finished, job.cfg):
             answer = {"kind": "found"}
         else:
+            self._say(f"{job.name}  starts on {host.name}")
             answer = await self._answer(host, job)
         if answer["kind"] == "stop":  # before the host is free for another job
             self.stop = cloudpickle.loads(answer["error"])
@@ -569,7 +589,7 @@ class _Driver:
             self._failed(job, reason, reason)
 
     def _failed(self, job: _Job, short: str, text: str) -> None:
-        job.returned = JobReturn(job.overrides, job.cfg, status=JobStatus.FAILED, _return_value=JobFailed(text))
+        job.returned = JobReturn(job.overrides, job.cfg, status=JobStatus.FAILED, _return_value=JobFailed(short, text))
         rest = text.partition("\n")[2]
         self._say(f"{job.name}  {short}" + (f"\n{rest}" if rest else ""))
 
@@ -696,8 +716,11 @@ def _unpack(packed: bytes, folder: Path) -> None:
 
 
 def _told(returned: JobReturn) -> str:
-    metrics = returned._return_value if isinstance(returned._return_value, dict) else {}
-    return f"accuracy {metrics['accuracy']:.3f}" if isinstance(metrics.get("accuracy"), float) else "done"
+    if returned.cfg is None or "sweep" not in returned.cfg:
+        return "done"
+    from pipeline.run import told
+
+    return told(returned._return_value)
 
 
 def _ending(status: int | None) -> str:

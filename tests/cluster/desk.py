@@ -39,6 +39,7 @@ _SMALL = (
     "generate.batch_size=1", "generate.prefill_step_size=64", "generate.share_prefill_gb=0",
 )  # fmt: skip
 GRID = ("policy=h2o,keyformer", "budget=0.25", "seed=0,1,2,3")  # five jobs: h2o has no use for a seed
+_GONE = re.compile(r"host (\S+) is gone")
 _PROGRESS = re.compile(r"\[\s*(\d+)/(\d+)\]")
 
 Answers = dict[str, Any]  # response by request id
@@ -303,7 +304,10 @@ class Sweep:
             progress = _PROGRESS.findall(self.output)
             total = int(progress[-1][1]) if progress else 10**9
             jobs = {mac.name: set(mac.pids(JOB_PROCESS)) for mac in self.macs}
-            waiting = total - max((int(done) for done, _ in progress), default=0) - sum(map(bool, jobs.values()))
+            # A job on a lost host does not wait before anybody can know of the loss: Dask needs half a minute.
+            gone = set(_GONE.findall(self.output))
+            held = sum(bool(pids or (self._unwell.get(name) and name not in gone)) for name, pids in jobs.items())
+            waiting = total - max((int(done) for done, _ in progress), default=0) - held
             now = time.monotonic()
             if any(pids - self._earlier for pids in jobs.values()):
                 begun = min(begun, now)

@@ -69,6 +69,7 @@ def test_nothing_happens(tidy_desk: Desk, expected: Expected, experiment: str, m
     finished = desk.check(experiment, expected)
     sweep.nobody_idled()
     assert {run.data.tags["host"] for run in finished.values()} == set(MACS)
+    assert sweep.output.count("perplexity 3") >= 4 and sweep.output.count("starts on mac") == len(expected)
     assert set(sweep.peak_jobs.values()) == {1}
     measured("five small jobs on three hosts, start to end of the command", sweep.seconds())
     again = desk.sweep(experiment)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dask_processes import Cluster, wait_for
+from dask_processes import PROJECT, Cluster, wait_for
 from hydra import initialize
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
@@ -23,6 +23,8 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, RunMode
 
+from hydra_plugins.dask_launcher import _core
+from pipeline.__main__ import _compose, _composer, _wanted
 from pipeline.errors import BadInput
 
 pytestmark = pytest.mark.hosts
@@ -114,6 +116,7 @@ def test_jobs_run_one_at_a_time_on_each_host(two_hosts: Cluster, tmp_path: Path,
         assert all(one[1] <= next_[0] for one, next_ in itertools.pairwise(spans))
     said = capfd.readouterr().out
     assert "[6/6]" in said and "about" in said
+    assert sum(said.count(f"starts on {name}") for name in ("mac1", "mac2")) == 6
 
 
 def test_a_killed_job_runs_again_and_others_only_once(two_hosts: Cluster, marks: Path, capfd: Any) -> None:
@@ -235,6 +238,22 @@ def test_no_host_for_too_long_fails_the_rest(cluster: Cluster, marks: Path) -> N
         returns[2].return_value  # noqa: B018
 
 
+def test_a_long_way_of_models_and_data_is_told(
+    two_hosts: Cluster, tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.chdir(PROJECT)  # as the two workers
+    monkeypatch.setattr(_core, "PREFETCH_TOLD_S", 0.2)  # importing takes longer
+    with _composer():
+        given = ["model=local", f"model.path={tiny_model_folder}", "task=fact", "task.tokens=250", "task.items=2"]
+        _, (job,) = _compose(["policy=h2o", *given], True)
+    options = {"head": two_hosts.address, "retries": 0, "wait_for_hosts_s": 60, "poll_s": 0.2}
+    _core.preflight(options, str(tmp_path / "outputs"), [_wanted(job)])
+    said = capfd.readouterr().out
+    for name in ("mac1", "mac2"):
+        assert f"host {name} is still getting models and data (0 s)" in said
+        assert f"host {name} has the code, models and data" in said
+
+
 def test_no_scheduler_is_said_within_seconds(cluster: Cluster, marks: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(BadInput, match=f"expected a scheduler at {cluster.address}.*make head"):
@@ -245,7 +264,7 @@ def test_no_scheduler_is_said_within_seconds(cluster: Cluster, marks: Path) -> N
 def test_another_process_on_the_gpu_is_waited_for(two_hosts: Cluster, marks: Path) -> None:
     with ExitStack() as held:
         for name in ("mac1", "mac2"):
-            lock = held.enter_context(open(two_hosts.folder / name / f"keyformer-gpu-{os.getuid()}.lock", "w"))
+            lock = held.enter_context(open(two_hosts.folder / name / "gpu.lock", "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         running = started(two_hosts, slow(marks, 0.1), 2)
         wait_for(lambda: two_hosts.jobs("mac1") and two_hosts.jobs("mac2"))

@@ -161,6 +161,23 @@ def test_a_job_that_kills_its_process_each_time_is_failed_with_the_reason(desk: 
     assert "its process died on mac" in failed.data.tags["reason"] and "SIGKILL" in failed.data.tags["reason"]
 
 
+def test_a_job_that_dies_before_it_has_a_run_is_seen_in_mlflow_all_the_same(desk: Desk) -> None:
+    driver = desk.start(*QUICK, *ONE, "hydra.launcher.retries=0")
+    wait_for(lambda: desk.cluster.jobs("mac1") or desk.cluster.jobs("mac2"), 240)[0].kill()  # it imports, no more
+    said = driver.communicate(timeout=120)[0]
+    assert driver.returncode == 1, said
+    (failed,) = desk.runs()
+    assert failed.info.run_name == "h2o-25pct-fact" and failed.info.status == "FAILED"
+    assert re.match(r"its process died on mac\d \(SIGKILL\)", failed.data.tags["reason"])
+    (parent,) = desk.runs("sweep")
+    assert failed.data.tags["mlflow.parentRunId"] == parent.info.run_id and parent.info.status == "FAILED"
+    assert desk.run(*QUICK, *ONE)[0] == 0
+    (finished,) = (run for run in desk.runs() if run.info.status == "FINISHED")
+    assert finished.data.tags["key"] == failed.data.tags["key"]
+    known_later = {"budget_rows", *(name for name in finished.data.params if name.startswith("data."))}
+    assert failed.data.params == {n: v for n, v in finished.data.params.items() if n not in known_later}
+
+
 def test_results_that_a_host_could_not_publish_are_published_from_here(desk: Desk) -> None:
     for name in ("mac1", "mac2"):  # they cannot reach the tracking server: their proxy is dead
         desk.cluster.kill(name)

@@ -163,9 +163,27 @@ def test_a_job_that_fails_leaves_the_others(
     assert status["window-25pct-fact"][0] == "FINISHED"
     assert status["h2o-25pct-fact"][0] == "FAILED" and "IsADirectoryError" in status["h2o-25pct-fact"][1]
     assert runs(tracked, tmp_path.name, "sweep")[0].info.status == "FAILED"
+    assert len(runs(tracked, tmp_path.name)) == 2
     (tmp_path / "jobs" / key / "responses.jsonl").rmdir()
     assert main(arguments) == 0
     assert runs(tracked, tmp_path.name, "sweep")[0].info.status == "FINISHED"
+
+
+def test_a_job_that_fails_before_it_has_a_run_is_seen_as_well(
+    tracked: MlflowClient, tiny_model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["-m", *command(tmp_path, tiny_model_folder, "policy=h2o,window")]
+    main([*arguments, "--dry-run"])
+    key = next(line.split()[0] for line in capfd.readouterr().out.splitlines() if "h2o" in line)
+    (tmp_path / "jobs" / key / "config.yaml").mkdir(parents=True)  # the first file of a job
+    for times in (1, 2):  # a failure of an earlier command does not count for this one
+        assert main(arguments) == 1
+        failed = [run for run in runs(tracked, tmp_path.name) if run.data.tags["key"] == key]
+        assert [run.info.status for run in failed] == ["FAILED"] * times
+        assert all(run.data.tags["reason"].startswith("IsADirectoryError: ") for run in failed)
+        assert all(run.data.params["policy.name"] == "h2o" for run in failed)
+    out = capfd.readouterr().out
+    assert "IsADirectoryError" in out[out.index("failed") :]  # the table says it, too
 
 
 def test_no_tracking_server_costs_no_generation(
