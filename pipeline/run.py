@@ -36,6 +36,7 @@ from .score import score
 
 STAGES = ("load", "generate", "score", "publish")
 _VOLATILE = ("outputs", "tracking", "stages", "experiment_name", "experiment", "sweep", "job")
+_LONGEST_NAME = 200  # MLflow's database has room for 256, and a deleted experiment is given a longer name
 _ROOT = Path(__file__).parent.parent
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 150)
 
@@ -56,6 +57,10 @@ def validate(cfg: DictConfig) -> Policy:
             raise BadInput(
                 f"{name}: expected a name in quotes, got {cfg[name]!r}; e.g. {name}=\\'{cfg[name] or 'mine'}\\'"
             )
+    if len(cfg.experiment_name) > _LONGEST_NAME:
+        raise BadInput(
+            f"experiment_name: expected at most {_LONGEST_NAME} characters, got {len(cfg.experiment_name)}; shorten it."
+        )
     for name in ("generate", "model", "policy", "task", "tracking"):
         if not isinstance(cfg[name], DictConfig):
             raise BadInput(f"{name}: expected options, got {cfg[name]!r}; choose a file with {name}=<choice>.")

@@ -1,17 +1,43 @@
-"""What the cluster itself costs: 200 jobs that do nothing."""
+"""What the cluster itself costs: a job of one host beside its work, and 200 jobs that do nothing."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from desk import Desk
+from desk import JOB_PROCESS, Desk, Result
+from network import wait_until
 
 pytestmark = pytest.mark.cluster
 JOBS = 200
+
+
+def test_one_host_alone(tidy_desk: Desk, expected: dict[str, Result], measured: Callable[..., None]) -> None:
+    """Jobs one after another on a machine that does nothing else: what they take beside generating and scoring."""
+    desk = tidy_desk
+    for mac in desk.macs[1:]:
+        mac.kill()
+    wait_until(lambda: desk.workers() == {"mac1"}, 60, "only mac1 is left")
+    experiment = f"one-host-{os.urandom(2).hex()}"
+    sweep = desk.sweep(experiment)
+    sweep.falls_ill(*desk.macs[1:])
+    wait_until(lambda: desk.macs[0].pids(JOB_PROCESS), 240, "the first job")
+    began = time.monotonic()
+    wait_until(lambda: sweep.done() == len(expected), 300, "all jobs are done")
+    each = (time.monotonic() - began) / len(expected)
+    assert sweep.ends() == 0, sweep.output
+    desk.check(experiment, expected)
+    sweep.nobody_idled()
+    times = [json.loads(path.read_text()) for path in desk.desk.outputs.glob("jobs/*/times.json")]
+    assert len(times) == len(expected)
+    work = sum(sum(stages.values()) for stages in times) / len(times)
+    measured("small jobs of one host, one after another: each", each)
+    measured("of that generating and scoring", work)
 
 
 def test_200_empty_jobs(tidy_desk: Desk, measured: Callable[..., None]) -> None:

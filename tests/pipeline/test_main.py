@@ -360,6 +360,7 @@ MISTAKES = {
     "unknown model option": (["+model.foo=1"], "model.foo"),
     "trailing comma": (["policy=h2o,"], "'policy=h2o,'"),
     "experiment a number": (["experiment_name=2024"], "experiment_name"),
+    "experiment of 201 characters": ([f"experiment_name={'x' * 201}"], "at most 200 characters, got 201"),
     "outputs empty": (["outputs=''"], "outputs"),
     "outputs null": (["outputs=null"], "outputs"),
     "group null": (["policy=null"], "policy"),
