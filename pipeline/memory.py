@@ -2,7 +2,8 @@
 
 Computed from config.json, the weights' headers and the requests; nothing is loaded. It is an upper bound of
 `mx.get_peak_memory` of the job: at most about twice that for jobs of any size, and three times where other jobs have
-stored its prompts. What Python itself takes is not in it.
+stored its prompts. Compared with jobs on the CPU and on an H200; Metal is taken to be like the latter, but for what its
+fused attention can do. What Python itself takes is not in it.
 """
 
 import json
@@ -23,7 +24,8 @@ from .models import ModelFolder
 from .run import validate
 
 _STEP = 256  # caches grow by so many rows
-_FUSED = (64, 80, 128)  # head sizes whose attention a GPU computes without storing its logits
+_FUSED = (64, 80, 128)  # head sizes whose attention Metal computes without storing its logits
+_IN_FLIGHT = 16  # layers whose temporary arrays a GPU may hold at once, as the host runs ahead: 13 were seen on an H200
 _TILE = 64  # queries whose logits the scores of a prompt take at once on the CPU
 _FLOATS = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _SLACK = 1.1
@@ -92,18 +94,21 @@ def memory_need(cfg: DictConfig, model_folder: ModelFolder, data: DataFolder) ->
     logits = batch * shape.vocab * 4 * 4
     attention = batch * shape.heads * kept * 4 * 3
     copies = 1 if rolling else 2  # the batch is joined from caches of its sequences, which stay beside it
-    growth = 2 * _rounded(kept) * row * batch // shape.layers  # one layer is copied while it grows
+    growing = shape.layers // 2 if model_folder.backend != "cpu" else 2  # layers that are copied while they grow
+    growth = _rounded(kept) * row * batch * growing // shape.layers
     decode = copies * batch * sequence + logits + attention + growth + shape.activations(batch)
 
-    longest = min(prompt, kept + step) if cfg.prefill == "chunked" else prompt
-    scratch = _attention_bytes(shape, model_folder.backend, min(step, prompt), longest)
-    scratch = max(scratch, _score_bytes(policy, shape, longest)) + shape.activations(min(step, prompt))
+    chunked = cfg.prefill == "chunked"
+    longest = min(prompt, kept + step) if chunked else prompt
+    scratch = _attention_bytes(shape, model_folder.backend, min(step, prompt), longest, masked=chunked)
+    scored = _score_bytes(policy, shape, longest, model_folder.backend)
+    scratch = max(scratch, scored) + shape.activations(min(step, prompt))
     prefill = (batch - 1) * sequence + _rounded(longest) * row * (shape.layers + 2) // shape.layers
     prefill += max(scratch, sequence if policy.evicts else 0)
     if stored:
         whole = 2 * prompt * (shape.row + shape.queries)
-        scored = _rounded(prompt) * row + prompt * (shape.row + shape.queries) + scratch
-        prefill = max(prefill, (batch - 1) * sequence + max(whole, scored))
+        beside = _rounded(prompt) * row + prompt * (shape.row + shape.queries) + scratch
+        prefill = max(prefill, (batch - 1) * sequence + max(whole, beside))
 
     model = _weights(model_folder)
     kv, prefill = int(decode * _SLACK), int(prefill * _SLACK)
@@ -125,18 +130,28 @@ def _kept(policy: Policy, budget: float | int | None, prompt: int, tokens: int) 
     return min(rows + 1, tokens)
 
 
-def _attention_bytes(shape: _Shape, backend: str, queries: int, rows: int) -> int:
-    """The logits of one attention call, where they are stored at all."""
-    if backend != "cpu" and shape.head_dim in _FUSED:
-        return 0
-    return shape.heads * queries * rows * max(4, shape.itemsize)
+def _attention_bytes(shape: _Shape, backend: str, queries: int, rows: int, *, masked: bool) -> int:
+    """The attention logits that a chunk of a prompt holds at once, where they are stored at all.
+
+    masked: with a mask of its own, as evicted rows need, instead of a causal one.
+    """
+    one = shape.heads * queries * rows * max(4, shape.itemsize)
+    if backend == "cpu":
+        return one
+    if backend == "metal":
+        stored = shape.head_dim not in _FUSED
+    else:  # cuDNN's attention
+        stored = shape.itemsize > 2 or masked or shape.head_dim > 128
+    return one * min(shape.layers, _IN_FLIGHT) if stored else 0
 
 
-def _score_bytes(policy: Policy, shape: _Shape, rows: int) -> int:
+def _score_bytes(policy: Policy, shape: _Shape, rows: int, backend: str) -> int:
     """What scoring a prompt takes at once: float32 copies of one layer's keys, and logits in tiles of bounded size."""
     if not policy.evicts or policy.attention == "none":
         return 0
     keys = 3 * shape.kv_heads * rows * shape.head_dim * 4
+    if policy.attention == "key" and backend != "cpu":  # all keys are queries, in tiles as large as allowed
+        return keys + min(shape.heads * rows * rows * 4, default_score_bytes()) * 4 // 3
     one_query = shape.heads * rows * 4 * 5
     return keys + max(one_query, min(_TILE * one_query, 2 * default_score_bytes()))
 
