@@ -360,6 +360,8 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
     finally:
         if sweep is not None:
             try:
+                if status != "KILLED":
+                    _wait_for_server(sweep, master, cfg, outputs)
                 _publish_what_is_home(sweep, ran, outputs)
             finally:
                 _close(sweep, outputs, status)
@@ -424,6 +426,23 @@ def _tracking_uri(master: DictConfig, cfg: DictConfig, outputs: Path) -> str:
             os.environ.update(cluster.environment())
             return cluster.mlflow
     return tracking.resolve_uri(cfg.tracking, outputs)
+
+
+def _wait_for_server(sweep: Any, master: DictConfig, cfg: DictConfig, outputs: Path) -> None:
+    """A server that went away while the jobs ran: our own is started again, another one gets a while to come back."""
+    from . import tracking
+    from .run import console
+    from .tracking_server import reachable
+
+    if reachable(sweep.uri):
+        return
+    with suppress(tracking.TrackingUnreachable, BadInput):
+        _tracking_uri(master, cfg, outputs)
+    deadline = time.monotonic() + cfg.tracking.wait_s
+    if not reachable(sweep.uri):
+        console.print(f"{sweep.uri} does not answer; waiting for it, {cfg.tracking.wait_s:g} s at most")
+        while time.monotonic() < deadline and not reachable(sweep.uri):
+            time.sleep(1)
 
 
 def _publish_what_is_home(sweep: Any, jobs: list[_Job], outputs: Path) -> None:

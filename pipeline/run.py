@@ -73,6 +73,9 @@ def validate(cfg: DictConfig) -> Policy:
         whole = isinstance(value, int) or (name == "share_prefill_gb" and isinstance(value, float))
         if isinstance(value, bool) or not whole or not least <= value <= 10**9:
             raise BadInput(f"generate.{name}: expected a number from {least} to 10**9, got {value!r}.")
+    wait = cfg.tracking.wait_s
+    if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 <= wait <= 10**6:
+        raise BadInput(f"tracking.wait_s: expected seconds, at least 0 and at most 10**6, got {wait!r}.")
     port = cfg.tracking.port
     if port is not None and (type(port) is not int or not 1 <= port <= 65535):
         raise BadInput(f"tracking.port: expected a whole number from 1 to 65535, got {port!r}.")

@@ -137,7 +137,7 @@ def test_all_processes_of_a_host_are_killed(
     measured("all of a host killed: until its job begins again", began_again(desk, experiment, job, since))
 
 
-@pytest.mark.parametrize("seconds", [pytest.param(60, marks=quick), 150])
+@pytest.mark.parametrize("seconds", [60, 150])
 def test_a_link_is_cut_and_comes_back(
     tidy_desk: Desk, expected: Expected, experiment: str, measured: Measured, seconds: int
 ) -> None:

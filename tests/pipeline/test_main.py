@@ -368,6 +368,7 @@ MISTAKES = {
     "stages null": (["stages=null"], "stages"),
     "store infinite": (["generate.share_prefill_gb=.inf"], "share_prefill_gb"),
     "port": (["tracking.port=99999"], "65535"),
+    "wait": (["tracking.wait_s=-1"], "tracking.wait_s"),
     "port a word": (["tracking.port=x"], "65535"),
     "sinks beyond reason": (["policy=window", "policy.n_sink=1000000000000"], "n_sink"),
     "recent beyond reason": (["policy=h2o", "policy.recent=0.999999999999", "budget=5"], "at least 49"),

@@ -27,24 +27,76 @@ pytestmark = pytest.mark.hosts
 PROJECT = Path(__file__).resolve().parents[2]
 
 
+def sweep_whose_server_dies(
+    server: Path, model: Path, outputs: Path, environment: dict[str, str], *overrides: str
+) -> subprocess.Popen[str]:
+    """A sweep of two jobs at work; the MLflow server in the folder `server` was killed when the first had begun."""
+    line = [sys.executable, "-m", "pipeline", "-m", "policy=h2o,streaming", "task=fact", "task.tokens=250"]
+    line += ["task.items=8", "task.max_gen_toks=32", "task.until=[]", "generate.batch_size=2", "model=local"]
+    line += [f"model.path={model}", f"outputs={outputs}", "experiment_name=outage", *overrides]
+    sweep = subprocess.Popen(
+        line, cwd=PROJECT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    while sweep.poll() is None and not any(p.stat().st_size for p in outputs.glob("jobs/*/responses.jsonl")):
+        time.sleep(0.05)
+    os.killpg(json.loads((server / "server.json").read_text())["pid"], signal.SIGKILL)
+    return sweep
+
+
+def finished_sweep(uri: str) -> None:
+    client = MlflowClient(uri)
+    found = client.get_experiment_by_name("outage")
+    assert found is not None
+    runs = client.search_runs([found.experiment_id])
+    assert sorted(run.info.run_name for run in runs if run.data.tags["kind"] == "job") == [
+        "h2o-25pct-fact", "streaming-25pct-fact",
+    ]  # fmt: skip
+    assert {run.info.status for run in runs} == {"FINISHED"}
+
+
+def test_a_server_that_comes_back_in_time_gets_everything(tiny_model_folder: Path, tmp_path: Path) -> None:
+    outputs, server = tmp_path / "outputs", tmp_path / "server" / "mlflow"
+    uri = embedded_server.start(server, port=23150)
+    environment = os.environ | {"MLFLOW_TRACKING_URI": uri, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+    try:
+        sweep = sweep_whose_server_dies(server, tiny_model_folder, outputs, environment, "tracking.wait_s=120")
+        assert sweep.stdout is not None
+        said = ""
+        while "waiting for it" not in said:
+            said = sweep.stdout.readline()
+            assert said
+        assert embedded_server.start(server, port=23150) == uri
+        rest = sweep.communicate(timeout=300)[0]
+        assert sweep.returncode == 0 and rest.count("published ") == 2, rest
+        finished_sweep(uri)
+    finally:
+        embedded_server.stop(server)
+
+
+def test_our_own_server_is_started_again_at_the_end(tiny_model_folder: Path, tmp_path: Path) -> None:
+    server = tmp_path / "mlflow"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    environment |= {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+    try:
+        sweep = sweep_whose_server_dies(server, tiny_model_folder, tmp_path, environment, "tracking.port=23250")
+        said = sweep.communicate(timeout=300)[0]
+        assert sweep.returncode == 0 and "waiting for it" not in said, said
+        finished_sweep(str(embedded_server.running(server)))
+    finally:
+        embedded_server.stop(server)
+
+
 def test_an_outage_longer_than_the_retries_costs_nothing_and_is_published_once(
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     outputs, server = tmp_path / "outputs", tmp_path / "server" / "mlflow"
     uri = embedded_server.start(server, port=23050)
     environment = os.environ | {"MLFLOW_TRACKING_URI": uri, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
-    line = [sys.executable, "-m", "pipeline", "-m", "policy=h2o,streaming", "task=fact", "task.tokens=250"]
-    line += ["task.items=8", "task.max_gen_toks=32", "task.until=[]", "generate.batch_size=2", "model=local"]
-    line += [f"model.path={tiny_model_folder}", f"outputs={outputs}", "experiment_name=outage"]
     try:
-        sweep = subprocess.Popen(
-            line, cwd=PROJECT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        while sweep.poll() is None and not any(p.stat().st_size for p in outputs.glob("jobs/*/responses.jsonl")):
-            time.sleep(0.05)
-        os.killpg(json.loads((server / "server.json").read_text())["pid"], signal.SIGKILL)
+        sweep = sweep_whose_server_dies(server, tiny_model_folder, outputs, environment, "tracking.wait_s=2")
         said = sweep.communicate(timeout=300)[0]
         assert sweep.returncode == 0, said
+        assert f"{uri} does not answer; waiting for it, 2 s at most" in said
         assert "pipeline.tracking publish" in said and said.count("accuracy") >= 2
         assert len(list(outputs.glob("jobs/*/score.json"))) == 2 and not list(outputs.glob("jobs/*/published.json"))
 
