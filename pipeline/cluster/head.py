@@ -174,9 +174,13 @@ def _known_as_head(outputs: Path, there: Joined) -> Iterator[None]:
 def _check_no_sweep(outputs: Path) -> None:
     """BadInput while a sweep here uses the local MLflow server, which has to give way to the head's."""
     if address := embedded_server.running(outputs / "mlflow"):
-        from pipeline.tracking import sweeps_at_work  # mlflow takes seconds to import
+        from pipeline.tracking import TrackingUnreachable, sweeps_at_work  # mlflow takes seconds to import
 
-        if sweeps := sweeps_at_work(address):
+        try:
+            sweeps = sweeps_at_work(address)
+        except TrackingUnreachable:  # it has just ended, or is of no use to a sweep either
+            return
+        if sweeps:
             raise BadInput(
                 f"expected no sweep at work with the local MLflow server of {outputs}, got {', '.join(sweeps)}; wait "
                 "for its end, or interrupt it: the same command goes on later, with the head's server"
