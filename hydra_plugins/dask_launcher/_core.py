@@ -235,6 +235,7 @@ class _Driver:
         self.jobs, self.waiting = list(jobs), list(jobs)
         self.hosts: dict[str, _Host] = {}  # by address
         self.unfit: dict[str, str] = {}  # name of a host -> why it gets no more jobs of this sweep
+        self.equipped: set[str] = set()  # names of hosts that have models and data
         self.largest: float = 0  # memory of a host seen so far
         self.own: asyncio.Task[tuple[dict[str, Any], dict[str, Any]]] | None = None
         self.finishing: set[asyncio.Task[None]] = set()  # jobs that came back and are put away
@@ -386,6 +387,7 @@ class _Driver:
             try:
                 if host.address in self.checked:
                     host.about = self.checked.pop(host.address)
+                    self.equipped.add(host.name)
                 elif self.wanted:
                     await self._compare(host)
                 else:
@@ -417,12 +419,16 @@ class _Driver:
             return
         host.about = about
         self.changed.set()
+        if host.name in self.equipped:  # it was away; a job that misses something gets it itself
+            return
         found = await self._prefetched(host)
         if "error" in found:
             host.refused = f"it has no models or data: {found['error']}"
         elif found["lines"] != found_here["lines"]:
             differ = next(pair for pair in zip(found_here["lines"], found["lines"], strict=True) if pair[0] != pair[1])
             host.refused = _other_inputs(*differ, self.outputs)
+        else:
+            self.equipped.add(host.name)
 
     async def _prefetched(self, host: _Host) -> dict[str, Any]:
         """What prefetch says there. A download takes as long as it takes; that it goes on is said now and then."""

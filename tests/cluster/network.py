@@ -2,12 +2,13 @@
 
 A process of a host is an ordinary process in the host's namespaces: it can be killed alone, the host's whole set of
 processes can be killed at once, its cable can be pulled (packets vanish, nobody is told) and its clock can be wrong.
-Needs root on Linux. Names begin with the process id, so that two runs do not meet.
+Needs root on Linux. Names begin with the process id and a number, so that two networks do not meet.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 COPIED = ("keyformer", "pipeline", "hydra_plugins", "conf", "requirements.lock", "pyproject.toml")
 _SUBNET = "10.77.0"
 _CLONE_NEWNET = 0x40000000
+_networks = itertools.count()
 _CLOCK = Path(__file__).with_name("wrong_clock.c")
 
 
@@ -200,7 +202,7 @@ class Network:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.prefix = f"kf{os.getpid()}"
+        self.prefix = f"kf{os.getpid()}.{next(_networks)}"
         self.switch = f"{self.prefix}-switch"
         self.hosts: dict[str, Host] = {}
 
@@ -260,7 +262,7 @@ def _kill(space: str) -> None:
 def _take_down_the_dead() -> None:
     """What a test run left that was killed itself."""
     for space in _spaces():
-        owner = re.fullmatch(r"kf(\d+)-\w+", space)
+        owner = re.fullmatch(r"kf(\d+)\.\d+-\w+", space)
         if owner and not Path(f"/proc/{owner[1]}").exists():
             _kill(space)
             _ip("netns", "delete", space)

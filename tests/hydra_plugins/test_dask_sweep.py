@@ -136,6 +136,18 @@ def test_ctrl_c_ends_the_jobs_as_killed_and_the_same_command_finishes_them(desk:
     assert all(each.count("FINISHED") == 1 and "RUNNING" not in each for each in desk.statuses().values())
 
 
+def test_a_host_that_comes_back_is_compared_again_and_soon_at_work(desk: Desk) -> None:
+    driver = desk.start(*SLOW, *TWO)
+    wait_for(lambda: desk.cluster.jobs("mac1") and desk.cluster.jobs("mac2"), 240)
+    desk.cluster.kill("mac1")
+    desk.cluster.start_worker("mac1", desk.folder / "mac1")
+    said = driver.communicate(timeout=240)[0]
+    assert driver.returncode == 0, said
+    asked = desk.cluster.log("mac1")
+    assert asked.count("out-of-band function 'describe'") == 2, asked
+    assert asked.count("out-of-band function 'prefetch'") == 1  # its models and data are still there
+
+
 def test_a_driver_killed_outright_leaves_nothing_running(desk: Desk) -> None:
     driver = desk.start(*SLOW, *TWO)
     wait_for(lambda: desk.cluster.jobs("mac1") and desk.cluster.jobs("mac2"), 240)
