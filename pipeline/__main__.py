@@ -6,6 +6,7 @@ whatever happens.
 """
 
 import argparse
+import dataclasses
 import difflib
 import hashlib
 import json
@@ -349,7 +350,7 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
                     finished = tracking.finished(sweep, [j.key for j in jobs])
                     left = [j for j in jobs if j.key not in finished]
             except tracking.TrackingUnreachable as error:
-                console.print(f"[yellow]warning[/]: {error}")
+                _warn(error, outputs)
         skipped = f", {len(jobs) - len(left)} already finished" if len(left) < len(jobs) else ""
         console.print(f"{count} in experiment {cfg.experiment_name}{skipped}")
         if surveys and here and left:  # published elsewhere, or nobody can say
@@ -361,7 +362,7 @@ def _sweep(master: DictConfig, jobs: list[_Job], dry_run: bool) -> int:
         if sweep is not None:
             try:
                 if status != "KILLED":
-                    _wait_for_server(sweep, master, cfg, outputs)
+                    sweep = _wait_for_server(sweep, cfg, outputs)
                 _publish_what_is_home(sweep, ran, outputs)
             finally:
                 _close(sweep, outputs, status)
@@ -428,21 +429,34 @@ def _tracking_uri(master: DictConfig, cfg: DictConfig, outputs: Path) -> str:
     return tracking.resolve_uri(cfg.tracking, outputs)
 
 
-def _wait_for_server(sweep: Any, master: DictConfig, cfg: DictConfig, outputs: Path) -> None:
-    """A server that went away while the jobs ran: our own is started again, another one gets a while to come back."""
+def _warn(error: Any, outputs: Path) -> None:
+    """Of a tracking server that cannot be reached, with how to publish what lies in `outputs`."""
     from . import tracking
+    from .run import console
+
+    console.print(f"[yellow]warning[/]: {tracking.TrackingUnreachable(error.reason, outputs)}")
+
+
+def _wait_for_server(sweep: Any, cfg: DictConfig, outputs: Path) -> Any:
+    """The sweep, after its server went away while the jobs ran: a local one is started again (maybe at another
+    address), any other gets a while to come back.
+    """
+    from . import embedded_server, tracking
     from .run import console
     from .tracking_server import reachable
 
     if reachable(sweep.uri):
-        return
-    with suppress(tracking.TrackingUnreachable, BadInput):
-        _tracking_uri(master, cfg, outputs)
+        return sweep
+    if sweep.uri == embedded_server.last_address(outputs / "mlflow"):
+        with suppress(tracking.TrackingUnreachable, BadInput):
+            sweep = dataclasses.replace(sweep, uri=tracking.resolve_uri(cfg.tracking, outputs))
+    if reachable(sweep.uri):
+        return sweep
+    console.print(f"{sweep.uri} does not answer; waiting for it, {cfg.tracking.wait_s:g} s at most")
     deadline = time.monotonic() + cfg.tracking.wait_s
-    if not reachable(sweep.uri):
-        console.print(f"{sweep.uri} does not answer; waiting for it, {cfg.tracking.wait_s:g} s at most")
-        while time.monotonic() < deadline and not reachable(sweep.uri):
-            time.sleep(1)
+    while time.monotonic() < deadline and not reachable(sweep.uri):
+        time.sleep(1)
+    return sweep
 
 
 def _publish_what_is_home(sweep: Any, jobs: list[_Job], outputs: Path) -> None:
@@ -457,7 +471,7 @@ def _publish_what_is_home(sweep: Any, jobs: list[_Job], outputs: Path) -> None:
                 tracking.publish_job(sweep, folder)
                 console.print(f"published {job_name(job.cfg)}")
             except tracking.TrackingUnreachable as error:
-                console.print(f"[yellow]warning[/]: {error}")
+                _warn(error, outputs)
                 return
             except Exception as error:  # one folder must not keep the others, or the sweep, from being closed
                 console.print(f"[yellow]warning[/]: {job_name(job.cfg)} could not be published: {error}")
@@ -514,7 +528,7 @@ def _failed_runs(sweep: Any) -> dict[str, str]:
 def _record_failures(sweep: Any, failures: Sequence[tuple[_Job, BaseException]]) -> None:
     """Runs for jobs that failed without one: whoever looks into MLflow must see that they are missing, and why."""
     from . import tracking
-    from .run import configuration, console, job_name
+    from .run import configuration, job_name
 
     for job, error in failures:
         params = configuration(job.cfg) | {"model": configuration(job.cfg)["model"] | (job.model or {})}
@@ -522,7 +536,7 @@ def _record_failures(sweep: Any, failures: Sequence[tuple[_Job, BaseException]])
         try:
             tracking.record_failure(sweep, job.key, job_name(job.cfg), params, reason)
         except tracking.TrackingUnreachable as unreachable:
-            console.print(f"[yellow]warning[/]: {unreachable}")
+            _warn(unreachable, Path(job.cfg.outputs))
             return
 
 
@@ -547,7 +561,7 @@ def _close(sweep: Any, outputs: Path, status: str) -> None:
             console.print(f"[yellow]warning[/]: the report could not be written: {error}")
         tracking.close_sweep(sweep, status, shown.files if shown else None)
     except tracking.TrackingUnreachable as error:
-        console.print(f"[yellow]warning[/]: {error}")
+        _warn(error, outputs)
     except KeyboardInterrupt:  # enough waiting; but the parent must not stay RUNNING
         with suppress(tracking.TrackingUnreachable):
             tracking.close_sweep(sweep, "KILLED")

@@ -89,6 +89,12 @@ def start(folder: Path, host: str = "127.0.0.1", port: int = 5050) -> str:
     )
 
 
+def last_address(folder: Path) -> str | None:
+    """Where this folder's own server is, or was when it last ran."""
+    state = _state(folder)
+    return state["uri"] if state else None
+
+
 def stop(folder: Path) -> bool:
     """Stop this folder's server with all its workers, also if the folder is gone. True if one was running.
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .errors import BadInput
+
 _held = False  # by this process
 
 
@@ -25,13 +27,20 @@ def lock_path() -> Path:
 def gpu_lock() -> Iterator[None]:
     """Wait, saying so, until no other process has the GPU; the system lets go of it however this one ends.
 
-    Within a process that has it already it does nothing. Raises OSError for a lock file that cannot be written.
+    Within a process that has it already it does nothing. Raises BadInput for a lock file that cannot be written.
     """
     global _held
     if _held:
         yield
         return
-    with open(lock_path(), "w", encoding="utf-8") as lock:
+    try:
+        file = open(lock_path(), "ab")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise BadInput(
+            f"KEYFORMER_GPU_LOCK: expected a file that can be written, got {lock_path()} ({error.strerror}); name "
+            "another one, the same for all who use this machine's GPU"
+        ) from error
+    with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

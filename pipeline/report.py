@@ -164,9 +164,9 @@ def report(sweep: Sweep, out: Path) -> Report:
         for name, draw in (("accuracy_vs_budget", _draw_budget), ("accuracy_vs_memory", _draw_memory)):
             files.append(figures / f"{name}.png")
             draw(rows, sweep.experiment_name).savefig(files[-1], dpi=150)
-    result = Report(rows, _table(rows, sweep), files, runs_link(sweep), failed)
-    started = sum(len(cell.runs) + len(cell.problems) for cell in cells)
-    files[1].write_text(_markdown(result, sweep, parent.data.params.get("jobs"), started), encoding="utf-8")
+    absent = _absent(parent.data.params.get("jobs", ""), sum(len(cell.runs) + len(cell.problems) for cell in cells))
+    result = Report(rows, _table(rows, sweep, absent), files, runs_link(sweep), failed)
+    files[1].write_text(_markdown(result, sweep, absent), encoding="utf-8")
     return result
 
 
@@ -369,14 +369,22 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]
     return header, [[line[name] for name in header] for line in table]
 
 
-def _table(rows: Sequence[Mapping[str, Any]], sweep: Sweep) -> Table:
+def _absent(expected: str, started: int) -> str:
+    """What of a sweep has not even begun; nothing where all of it has."""
+    if expected.isdigit() and int(expected) > started:
+        return f"Jobs that never started: {int(expected) - started} of {expected}."
+    return ""
+
+
+def _table(rows: Sequence[Mapping[str, Any]], sweep: Sweep, absent: str) -> Table:
     """What fits a terminal of 80 columns: the rest is in report.md, the reasons of failures in the caption."""
     header, lines = _lines(rows)
     failed = [row for row in rows if row["failed"]]
     notes = [f"{row['policy']} at {_budget_text(row['budget'])}, {row['task']}: {row['note']}" for row in failed]
     title = f"{sweep.experiment_name}: accuracy with 95 % intervals"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, caption_justify="left")
-    table.caption = "\n".join(["Jobs without a result:", *notes]) if notes else None
+    captions = [*(["Jobs without a result:", *notes] if notes else []), *filter(None, [absent])]
+    table.caption = "\n".join(captions) or None
     shown = [name for name in header if name not in ("tok/s", "items x seeds", "failed")]
     for name in shown:
         names = name in ("task", "policy")  # only these may wrap
@@ -391,7 +399,7 @@ def _table(rows: Sequence[Mapping[str, Any]], sweep: Sweep) -> Table:
     return table
 
 
-def _markdown(result: Report, sweep: Sweep, expected: str | None, started: int) -> str:
+def _markdown(result: Report, sweep: Sweep, absent: str) -> str:
     header, lines = _lines(result.rows)
     text = io.StringIO()
     text.write(f"# {sweep.experiment_name}\n\n")
@@ -404,8 +412,8 @@ def _markdown(result: Report, sweep: Sweep, expected: str | None, started: int) 
         text.write("No job has run yet.\n")
     if result.failed:
         text.write(f"\n**Jobs without a result: {result.failed}**; see the column `failed`.\n")
-    if expected and expected.isdigit() and int(expected) > started:
-        text.write(f"\n**Jobs that never started: {int(expected) - started} of {expected}.**\n")
+    if absent:
+        text.write(f"\n**{absent}**\n")
     text.write(f"\n{METHOD}\n\n[The runs in MLflow]({result.link}) · sweep key `{sweep.sweep_key}`\n")
     return text.getvalue()
 

@@ -90,7 +90,7 @@ def open_sweep(uri: str, experiment_name: str, sweep_key: str, params: Mapping[s
                         client.delete_run(created.info.run_id)
         parent = first(parents)
         run_id = parent.info.run_id
-        client.log_batch(run_id, tags=_tags(signs_of_life(server_time(uri))))
+        client.log_batch(run_id, tags=_tags(signs_of_life(server_time(uri)) | {"tracking_uri": uri}))
         client.update_run(run_id, status="RUNNING")
         _log_params(client, parent, params)
         lease = _leases.get((uri, run_id))
@@ -765,13 +765,17 @@ def _at_work(uri: str, experiment: str, sweep_key: str) -> Sweep | None:
 
 
 def sweeps_at_work(uri: str) -> list[str]:
-    """The names of the sweeps that a driver is at work on now, in all experiments. Raises TrackingUnreachable."""
+    """The names of the sweeps that a driver is at work on now through `uri`, in all experiments.
+
+    Another server may have the same database after this one, or had it before. Raises TrackingUnreachable.
+    """
     running = "tags.kind = 'sweep' and attributes.status = 'RUNNING'"
     with talking_to(uri) as client:
         now = server_time(uri)
         experiments = [each.experiment_id for each in client.search_experiments()]
         runs = [run for each in experiments for run in search(client, each, running)]
-        return [str(run.info.run_name) for run in runs if looks_alive(run, now)]
+        through_here = [run for run in runs if run.data.tags.get("tracking_uri") == uri]
+        return [str(run.info.run_name) for run in through_here if looks_alive(run, now)]
 
 
 def publish_all(uri: str, outputs: Path) -> int:
@@ -825,11 +829,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "command",
         choices=["uri", "start", "stop", "publish", "doctor"],
-        help="publish: all finished jobs not there yet; doctor: mend what a crash left",
+        help="uri: print the server's address; start: start or find it; stop: stop the local one; publish: all "
+        "finished jobs not there yet; doctor: mend what a crash left",
     )
     parser.add_argument("--outputs", type=Path, default=OUTPUTS, help="the folder of jobs and of the embedded server")
     parser.add_argument(
-        "--dry-run", action="store_true", help="doctor: list what is wrong, change nothing; exit code 1"
+        "--dry-run", action="store_true", help="doctor: list what is wrong, mend nothing; exit code 1 if there is any"
     )
     options = parser.parse_args(arguments)
     if options.dry_run and options.command != "doctor":

@@ -33,9 +33,13 @@ SERVER_FAULTS = {
 
 
 class TrackingUnreachable(RuntimeError):
-    """No MLflow server answers, or it cannot do its work. Nothing is lost: the message says how to publish later."""
+    """No MLflow server answers, or it cannot do its work. Nothing is lost: the message says how to publish later.
+
+    reason: what is wrong with it, without the advice.
+    """
 
     def __init__(self, reason: str, outputs: Path | None = None) -> None:
+        self.reason = reason
         here = outputs is None or outputs.resolve() == OUTPUTS.resolve()
         where = "" if here else f" --outputs {shlex.quote(str(outputs))}"
         super().__init__(

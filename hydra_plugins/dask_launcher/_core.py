@@ -542,7 +542,7 @@ class _Driver:
             self.waiting.append(job)
             self._say(f"host {host} gets no more jobs: {answer['reason']}; {job.name} goes to another")
         elif kind == "interrupted":
-            await asyncio.to_thread(_end_attempt, job.cfg, answer["attempt"], None)
+            await asyncio.to_thread(_end_attempt, job.cfg, answer["attempt"], "KILLED", "interrupted")
             self.waiting.append(job)
         elif kind == "died":
             await self._died(job, host, answer)
@@ -553,7 +553,8 @@ class _Driver:
         how = f"its process died on {host} ({_ending(answer['status'])})"
         again = job.deaths <= self.retries
         job.attempt = answer["attempt"] or job.attempt  # this one may have died before it had a run
-        await asyncio.to_thread(_end_attempt, job.cfg, job.attempt, None if again else f"{how}, try {job.deaths}")
+        ending = ("KILLED", "its process died") if again else ("FAILED", f"{how}, try {job.deaths}")
+        await asyncio.to_thread(_end_attempt, job.cfg, job.attempt, *ending)
         if again:
             self.waiting.append(job)
             self._say(f"{job.name}: {how}; try {job.deaths + 1} of {self.retries + 1} follows")
@@ -667,13 +668,12 @@ def _finished(cfg: DictConfig) -> bool:
         return False
 
 
-def _end_attempt(cfg: DictConfig, run_id: str | None, failure: str | None) -> None:
-    """End the run of an attempt whose process is known to be gone: FAILED for `failure`, else KILLED."""
+def _end_attempt(cfg: DictConfig, run_id: str | None, status: str, reason: str) -> None:
+    """End the run of an attempt whose process is known to be gone."""
     if not OmegaConf.select(cfg, "sweep.run_id") or run_id is None:
         return
     from pipeline import tracking
 
-    status, reason = ("KILLED", "its process died") if failure is None else ("FAILED", failure)
     try:
         with tracking.talking_to(cfg.sweep.uri) as client:
             if client.get_run(run_id).info.status in ("RUNNING", "KILLED"):

@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from pipeline.errors import HostUnfit, interrupted
+from pipeline.errors import BadInput, HostUnfit, interrupted
 from pipeline.gpu_lock import gpu_lock
 
 LAST_WORDS_S = 10.0  # what an interrupted job gets to end its run
@@ -36,6 +36,8 @@ def main(given: str, result: str) -> int:
             content = pickle.dumps(_run(Path(given).read_bytes()))
     except KeyboardInterrupt:
         return 130
+    except BadInput as error:  # the lock: this machine's, not the job's
+        content = pickle.dumps({"kind": "unfit", "reason": str(error)})
     temporary = Path(f"{result}.part")
     temporary.write_bytes(content)
     os.replace(temporary, result)

@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("status", parents=[common], help="machines, what they run, sweeps in progress")
     command.add_argument("--head", help=HEAD_HELP)
     command.set_defaults(command=_status)
-    command = commands.add_parser("install-service", help="start the head or a worker with the machine")
+    command = commands.add_parser(
+        "install-service", help="start the head or a worker with the machine (--print: show how)"
+    )
     services = command.add_subparsers(title="services", required=True, metavar="head|worker")
     for name, add_options in (("head", _add_head_options), ("worker", _add_worker_options)):
         service = services.add_parser(name, parents=[common], help=f"the {name}, with these options")

@@ -293,6 +293,15 @@ def test_a_host_that_cannot_do_a_job_is_left_alone_and_another_does_it(
     assert "host mac1 gets no more jobs: its disk is full" in capfd.readouterr().out
 
 
+def test_a_host_with_a_wrong_gpu_lock_is_left_alone(cluster: Cluster, marks: Path, capfd: Any) -> None:
+    cluster.start_scheduler()
+    cluster.start_worker("mac1", KEYFORMER_GPU_LOCK=str(marks))  # a folder
+    cluster.start_worker("mac2")
+    assert values(sweep(cluster, slow(marks, 0.1), 3)) == [0, 1, 2]
+    said = capfd.readouterr().out
+    assert "host mac1 gets no more jobs: KEYFORMER_GPU_LOCK: expected a file that can be written" in said
+
+
 def test_a_stop_of_the_sweep_ends_the_other_jobs(two_hosts: Cluster, marks: Path) -> None:
     def task(cfg: Any) -> Any:
         import os

@@ -129,6 +129,7 @@ def test_ctrl_c_ends_the_jobs_as_killed_and_the_same_command_finishes_them(desk:
     assert time.monotonic() - begin < 30
     assert not desk.cluster.jobs("mac1") and not desk.cluster.jobs("mac2")
     assert {run.info.status for run in desk.runs()} <= {"KILLED", "FINISHED"}
+    assert {run.data.tags["reason"] for run in desk.runs() if run.info.status == "KILLED"} == {"interrupted"}
     assert [run.info.status for run in desk.runs("sweep")] == ["KILLED"]
 
     code, said = desk.run(*SLOW, *TWO)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.__main__ import main
 from pipeline.gpu_lock import gpu_lock, lock_path
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -46,6 +47,26 @@ def test_it_is_held_once_by_a_process_and_free_afterwards() -> None:
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
             raise ZeroDivisionError
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_lock_that_cannot_be_is_named_at_once(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KEYFORMER_GPU_LOCK", str(tmp_path))
+    small = ["task=fact", "task.tokens=250", "task.items=2", "task.max_gen_toks=4", "generate.prefill_step_size=64"]
+    given = ["-m", f"outputs={tmp_path}", "model=local", f"model.path={tiny_model_folder}", *small]
+    assert main([*given, "policy=h2o,streaming", STAGES]) == 2
+    said = capfd.readouterr()
+    assert f"error: KEYFORMER_GPU_LOCK: expected a file that can be written, got {tmp_path} (Is a dir" in said.err
+    assert "streaming-" not in said.out  # nor could any other job
+
+
+def test_a_file_that_is_there_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "thesis.tex").write_text("words")
+    monkeypatch.setenv("KEYFORMER_GPU_LOCK", str(tmp_path / "thesis.tex"))
+    with gpu_lock():
+        pass
+    assert (tmp_path / "thesis.tex").read_text() == "words"
 
 
 def test_jobs_on_other_devices_have_a_lock_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,7 @@ def test_failures_are_shown_with_their_reason_and_never_as_a_number(sweep: Sweep
     assert "no result" in text and "Metal ran out" in text and "nan" not in text
     markdown = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "Jobs without a result: 2" in markdown and "never started: 1 of 4" in markdown
+    assert "Jobs that never started: 1 of 4." in str(result.table.caption)
 
     retried = fabricate(tmp_path / "again", "k2", [1.0, 0.0], budget=0.1)  # a later attempt that succeeds counts alone
     publish(sweep, retried)
