@@ -225,10 +225,12 @@ def test_a_local_server_that_a_sweep_uses_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_local_server_gives_way_at_the_same_address_too(tmp_path: Path) -> None:
-    outputs, port = tmp_path / "outputs", free_port(HOST)
-    assert embedded_server.start(outputs / "mlflow", HOST, port) == f"http://{HOST}:{port}"
-    with running("head", "--host", HOST, "--port", free_port(HOST), "--mlflow-port", port, outputs=outputs) as command:
-        command.says(f"MLflow https://{HOST}:{port}")
+    host, outputs = "127.0.0.1", tmp_path / "outputs"
+    local = embedded_server.start(outputs / "mlflow", port=free_port(host))
+    port = int(local.rpartition(":")[2])
+    options = ["--host", host, "--port", free_port(host), "--mlflow-port", port]
+    with running("head", *options, outputs=outputs) as command:
+        command.says(f"MLflow https://{host}:{port}")
 
 
 def test_after_a_killed_head_a_local_server_gives_way_as_well(tmp_path: Path) -> None:

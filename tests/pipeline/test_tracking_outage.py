@@ -85,14 +85,14 @@ def test_a_server_that_comes_back_in_time_gets_everything(tiny_model_folder: Pat
 
 @pytest.mark.parametrize("thief", [False, True], ids=["its port is free", "its port is taken"])
 def test_our_own_server_is_started_again_at_the_end(tiny_model_folder: Path, tmp_path: Path, thief: bool) -> None:
-    server = tmp_path / "mlflow"
+    server, port = tmp_path / "mlflow", 23350 if thief else 23250
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
     environment |= {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     try:
-        sweep = sweep_whose_server_dies(server, tiny_model_folder, tmp_path, environment, "tracking.port=23250")
+        sweep = sweep_whose_server_dies(server, tiny_model_folder, tmp_path, environment, f"tracking.port={port}")
         with ExitStack() as held:
             if thief:
-                held.enter_context(taken(23250))
+                held.enter_context(taken(port))
             said = sweep.communicate(timeout=300)[0]
         assert sweep.returncode == 0 and "waiting for it" not in said, said
         finished_sweep(str(embedded_server.running(server)))
